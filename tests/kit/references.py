@@ -292,10 +292,8 @@ class LocalWorker:
             self.variables = [ps.Variable(p, name=f"{name}{n}") for n, p in enumerate(first(dtype))]
         self.cut = CUTS[when.fragments]
         rules = rules_of(rule(), when.fragments)
-        made = [
-            Fragment(strategy, own, [self.variables[n] for n in places])
-            for own, places in zip(rules, self.cut, strict=True)
-        ]
+        parts = [[self.variables[n] for n in places] for places in self.cut]
+        made = [Fragment(strategy, own, part) for own, part in zip(rules, parts, strict=True)]
         self.steps = LocalSteps(strategy, made, when, f"{name}/local_steps")
         self.own: Arrays = [None] * len(SHAPES)
         self.steps.take_all(self._merge)
@@ -365,9 +363,8 @@ def simulated(
                 for n in CUTS[fragments][p]:
                     kind = outer[n].dtype.type
                     moved = [(outer[n] - own[w][n]) * kind(weights[w]) for w in range(workers)]
-                    outer[n] = rules[n](
-                        outer[n], (sum(moved[1:], moved[0]) / kind(sum(weights))).astype(outer[n].dtype)
-                    )
+                    mean = sum(moved[1:], moved[0]) / kind(sum(weights))
+                    outer[n] = rules[n](outer[n], mean.astype(outer[n].dtype))
                 under_way[t + delay] = p, [outer[n].copy() for n in CUTS[fragments][p]]
         if t in under_way:
             p, values = under_way.pop(t)

@@ -302,18 +302,10 @@ class Job:
         return self.generation
 
     def variable(
-        self,
-        creator: Worker,
-        value: inside.Array,
-        servers: tuple[int, ...] = (0,),
-        name: str = "",
-        saved_as: str | None = None,
-        shard: inside.ShardOf | None = None,
-        alone: bool = False,
+        self, creator: Worker, value: inside.Array, servers: tuple[int, ...] = (0,), name: str = "", **said: Any
     ) -> PlacedVariable:
-        """Creates a variable with its first value, as the next of the job."""
-        called, tensor = name or f"v{len(self.variables)}", inside.spec_of(np.asarray(value))
-        spec = inside.VariableSpec(called, tensor, True, saved_as, shard, alone=alone)
+        """Creates a variable with its first value, as the next of the job; more may be said in its `VariableSpec`."""
+        spec = inside.VariableSpec(name or f"v{len(self.variables)}", inside.spec_of(np.asarray(value)), **said)
         variable = PlacedVariable(len(self.variables), spec, servers)
         if 0 not in servers:
             create(self.verbs[0], creator.session, variable.id, spec, servers)
@@ -554,13 +546,12 @@ def reduce_only(tensor: TensorSpec, op: inside.ReduceOp = "sum", server: int = 0
 
 def sgd(variable: PlacedVariable) -> Plan:
     """A plan that subtracts a mean times a rate, the operand; returns the new value."""
+    tensor, servers = variable.spec.tensor, variable.servers
     return Plan(
-        reductions=(inside.Reduction("mean", variable.spec.tensor, variable.servers),),
-        operands=(inside.Operand(TensorSpec(variable.spec.tensor.dtype, ()), variable.servers),),
-        programs=(scaling(variable.spec.tensor),),
-        applies=(
-            inside.Apply(0, variable.servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),
-        ),
+        reductions=(inside.Reduction("mean", tensor, servers),),
+        operands=(inside.Operand(TensorSpec(tensor.dtype, ()), servers),),
+        programs=(scaling(tensor),),
+        applies=(inside.Apply(0, servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),),
         returned=(Ref("result", 0),),
     )
 
