@@ -253,10 +253,12 @@ def test_workers_with_other_parameters_are_told(front_end, other, words):
 @pytest.mark.parametrize(("workers", "servers"), [(2, 3), (1, 1)])
 def test_a_job_goes_on_where_it_stood(tmp_path, front_end, workers, servers):
     """In the middle of an epoch, on other servers to the last bit; with another number of workers to 1e-6."""
+    inputs = np.random.default_rng(7).normal(size=(60, 5)).astype("f4")
+    data = inputs, inputs[:, :3] * inputs[:, 1:4]
 
     def trained(strategy, restores=False, stop=None):
         model = front_end(strategy, ps.optimizers.Adam(0.01, epsilon=1e-3))
-        batches, checkpoint, count = model.batches(ps.ArrayDataset((X, Y)).shuffle(0).batch(10)), model.checkpoint(), 0
+        batches, checkpoint, count = model.batches(ps.ArrayDataset(data).shuffle(0).batch(12)), model.checkpoint(), 0
         if restores:
             checkpoint.restore("run").assert_existing_objects_matched()
         for _ in batches.epochs(EPOCHS):
