@@ -219,6 +219,24 @@ def test_rows_are_trained_as_torch_trains_them(strategy, kind, table):
         assert apart([module(torch.arange(SIZE))], [expected]) < (1e-7 if kind is T.NAdam else 1e-10)
 
 
+def test_tables_of_a_group_are_one(strategy):
+    """Their gradients are joined, and each module trains its own rows."""
+    with strategy.scope():
+        tables = ps.dynamic_embedding.group(["user", "item"], DIM, value_dtype="float64", initializer=1.0)
+    module = torch.nn.ModuleDict({name: pst.Embedding(table) for name, table in tables.items()})
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.5, strategy=strategy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (module["user"](torch.tensor([1, 2])).sum() + 3 * module["item"](torch.tensor([2])).sum()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    module["item"](torch.tensor([7])).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for name, key, value in (("user", 2, 0.0), ("item", 2, -2.0), ("item", 7, 0.5)):
+            assert float(module[name](torch.tensor([key]))[0, 0]) == value
+
+
 CONFIGS = [
     pst.EmbeddingBagConfig("users", DIM, ["user"], num_embeddings=SIZE, pooling="MEAN"),
     pst.EmbeddingBagConfig("items", DIM + 1, ["seen", "liked"]),
