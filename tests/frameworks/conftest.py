@@ -186,9 +186,8 @@ class OfTorch(Model):
 
     def step(self, *examples: Any) -> None:
         self.optimizer.zero_grad()
-        loss_of(
-            self.module, *(self.torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in examples)
-        ).backward()
+        given = (self.torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in examples)
+        loss_of(self.module, *given).backward()
         self.optimizer.step()
 
     def values(self) -> dict[str, Any]:
@@ -299,3 +298,22 @@ def rows_of(request: pytest.FixtureRequest) -> Any:
     """A class of rows of a table in one of the front ends: `batches` shares ids, `step` makes a step with them."""
     skip_without(request.param)
     return ROWS[request.param]
+
+
+@pytest.fixture
+def pair(strategy):
+    """A function that returns a module with its optimizer on servers, and its twin with torch's own.
+
+    It takes the module, a class of `torch.optim`, its options, and `ours`, options that only we have; with `groups`, a
+    function of a module, both have these groups of parameters.
+    """
+    import psclient.torch as pst
+    from tests.kit.modules import twin
+
+    def made(module, kind, groups=None, ours=(), **options):
+        alone = twin(module)
+        own, theirs = (groups(each) if groups else None for each in (module, alone))
+        optimizer = pst.Optimizer(module, kind, own, strategy=strategy, **options, **dict(ours))
+        return (module, optimizer), (alone, kind(theirs or alone.parameters(), **options))
+
+    return made

@@ -1,4 +1,5 @@
-"""One script, one to three workers and servers: what they compute together is what one process computes alone."""
+"""One script, one to three workers and servers: what they compute together is what one process computes alone; also
+where they go on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -58,14 +59,8 @@ def alone(front_ends):
     [
         ("torch", "descent", "mean", 45, 16, [5, 5, 3]),
         ("jax", "descent", "mean", 45, 16, [5, 5, 3]),
-        (
-            "torch",
-            "clipped",
-            "mean",
-            45,
-            22,
-            [1, 8, 6],
-        ),  # who has no example computes a batch again, which counts nothing
+        # In torch, who has no example computes a batch again, which counts nothing.
+        ("torch", "clipped", "mean", 45, 22, [1, 8, 6]),
         ("jax", "clipped", "mean", 45, 22, [1, 0, 0]),
         ("numpy", "a schedule", "sum", 48, 16, [6, 6, 4]),
         ("torch", "a schedule", "sum", 48, 16, [6, 6, 4]),
@@ -75,8 +70,7 @@ def alone(front_ends):
 )
 def test_parts_of_batches_count_by_their_examples(alone, front_end, rule, reduction, count, size, last):
     """Workers with parts of different sizes, or none, compute what one computes, and have the same bits: by means over
-    their own examples, or by sums that a script has divided by the size of the whole batch. All begin as the first.
-    """
+    their own examples, or by sums that a script has divided by the size of the whole batch. All begin as the first."""
     of = (size,) if reduction == "sum" else ()
 
     def work(strategy, worker):
@@ -250,3 +244,35 @@ def test_workers_with_other_parameters_are_told(front_end, other, words):
 
     told = max(in_threads(work))
     assert [word for word in (*words, str(W0), str(W1), "conftest.py") if word not in told] == [], told
+
+
+# ---- Checkpoints ----
+
+
+@frameworks
+@pytest.mark.parametrize(("workers", "servers"), [(2, 3), (1, 1)])
+def test_a_job_goes_on_where_it_stood(tmp_path, front_end, workers, servers):
+    """In the middle of an epoch, on other servers to the last bit; with another number of workers to 1e-6."""
+    inputs = np.random.default_rng(7).normal(size=(60, 5)).astype("f4")
+    data = inputs, inputs[:, :3] * inputs[:, 1:4]
+
+    def trained(strategy, restores=False, stop=None):
+        model = front_end(strategy, ps.optimizers.Adam(0.01, epsilon=1e-3))
+        batches, checkpoint, count = model.batches(ps.ArrayDataset(data).shuffle(0).batch(12)), model.checkpoint(), 0
+        if restores:
+            checkpoint.restore("run").assert_existing_objects_matched()
+        for _ in batches.epochs(EPOCHS):
+            for x, y in batches:
+                model.step(x, y)
+                count += 1
+                if count == stop:
+                    checkpoint.save("run/ckpt")
+                    checkpoint.sync()
+                    return model.values()
+        return model.values()
+
+    expected = in_threads(lambda strategy, worker: trained(strategy), root=tmp_path)[0]
+    in_threads(lambda strategy, worker: trained(strategy, stop=8), root=tmp_path)
+    for found in in_threads(lambda strategy, worker: trained(strategy, restores=True), workers, servers, root=tmp_path):
+        for name, own in expected.items():
+            np.testing.assert_allclose(found[name], own, rtol=0 if workers == 2 else 1e-6, atol=0)

@@ -49,7 +49,7 @@ from tests.kit.rig import (
 )
 from tests.kit.storage import BUCKET, object_store
 
-DYING = Path(__file__).parent.parent / "kit" / "faulty_servers.py"
+DYING = Path(__file__).parent.parent / "kit" / "children.py"
 CALM = Timeouts(session_timeout=60.0, call_timeout=10.0, round_timeout=180.0)
 
 

@@ -7,14 +7,14 @@ import pytest
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
-from tests.kit.local_steps import simulated
+from tests.kit.references import simulated
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
 
 
 def exchange(end, stop):
     """Local steps until fragment 0 was exchanged so often; the first worker waits at a gate after `stop` exchanges."""
-    from tests.kit.local_steps import LocalWorker, sgd
+    from tests.kit.references import LocalWorker, sgd
 
     strategy = ps.ParameterServerStrategy()
     made = LocalWorker(strategy, ME, sgd, 4, 2, 1)

@@ -16,7 +16,7 @@ from pstesting import forks
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
-from tests.kit.faulty_servers import dies
+from tests.kit.children import dies
 from tests.kit.internals import SERVER_LOST
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication_factor": 2, "timeouts": CALM, "gates": ["go 20"]}

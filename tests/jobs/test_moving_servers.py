@@ -22,7 +22,7 @@ from tests.jobs.test_lost_servers import (
     lose,
     problems,
 )
-from tests.kit.faulty_servers import holds_reading, let_read
+from tests.kit.children import holds_reading, let_read
 from tests.kit.internals import OUTLIVED, Task
 from tests.kit.shell import Waiting, waiting
 from tests.kit.workers import in_threads

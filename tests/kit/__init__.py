@@ -9,25 +9,25 @@ Worlds
     simulated        whole jobs in simulated time, which a test makes fail
     transports       one server behind a transport, and networks that break
     small_kernels    servers that compile rounds of small arrays, imported by processes that are forked
-    faulty_servers   processes that die at a point of a save, flip a bit, or hold a read back
+    interrupted      loops that SIGINT interrupts at random moments
+    children         processes that workers start, or that die at a point of a save, or hold a read back
     shell            commands as a user types them; terminals; other hosts; what may be left behind
     storage          disks, an object store, checkpoints that were written by other means
     certificates     certificates of a cluster, and others
 
 Cases and references
     cases            pairwise choices, and how long searches are
-    references       optimizers and compression in plain NumPy
+    references       optimizers, compression and local steps in plain NumPy
     programs         update programs, random ones too
     contributions    contributions as workers send them
     tables           dynamic tables, their states and files, and a model of them
-    local_steps      local steps in NumPy, and a loop in one process over the same workers
     modules          modules of PyTorch
-    samples          calls of every verb with all fields, and ears on the wire
+    samples          calls of every verb with all fields
+    tap              ears on the wire
     attacks          hostile messages and connections
 
 Readers
-    telemetry        metrics, event files and spans, as others read them
-    pages            status pages, and a browser
+    telemetry        metrics, event files and spans, as others read them; status pages, and a browser
     kubernetes       manifests as a cluster sees them
 
 The house

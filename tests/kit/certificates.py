@@ -91,12 +91,9 @@ class Certificates:
             builder = builder.add_extension(alternatives, critical=False)
         if usages:
             builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        mine = self.of("admin")
-        return replace(
-            mine,
-            certificate=builder.sign(signer, SHA256()).public_bytes(Encoding.PEM),
-            key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        )
+        certificate = builder.sign(signer, SHA256()).public_bytes(Encoding.PEM)
+        private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return replace(self.of("admin"), certificate=certificate, key=private)
 
     def expired(self, name: str) -> Security:
         """A certificate of a task that was good until yesterday."""
@@ -115,11 +112,9 @@ def guarded(security: Security, behind: Core | None = None, **more: Any) -> Iter
 
 
 @contextmanager
-def client(
-    thread: ServerThread, security: Security | None, task: Task = PS0, transport: Any = "grpc"
-) -> Iterator[RemoteServer]:
+def client(thread: ServerThread, security: Security | None, transport: Any = "grpc") -> Iterator[RemoteServer]:
     """A connection to it."""
-    server = RemoteServer(thread.address, task, HASTY, transport=transport, security=security)
+    server = RemoteServer(thread.address, PS0, HASTY, transport=transport, security=security)
     try:
         yield server
     finally:

@@ -117,7 +117,7 @@ class Sending:
     Args:
         worker: who contributes.
         plan, values: what; see `Worker.push`.
-        weights, operands, want, server: as there.
+        weights, operands, want: as there.
         observes: contributes nothing, and is there at once.
 
     Attributes:
@@ -136,12 +136,11 @@ class Sending:
         weights: Sequence[float] | None = None,
         operands: Sequence[Any] = (),
         want: tuple[int, ...] = (),
-        server: int = 0,
         observes: bool = False,
     ) -> None:
         each = 0.0 if observes else float(worker.replicas)
         given = tuple(weights) if weights is not None else (each,) * len(plan.reductions)
-        packed = Payload() if observes else payload(plan, server, values, given, operands)
+        packed = Payload() if observes else payload(plan, 0, values, given, operands)
         self._bytes = bytearray(packed.size)
         self._at = 0
         for offset, buffer in packed.chunks:
@@ -151,7 +150,7 @@ class Sending:
         self.said = Contribution(
             worker.session, worker.generation, worker.round, plan.id, given, False, (), want, observes
         )
-        push = worker.job.verbs[server].push
+        push = worker.job.verbs[0].push
         self.reply: Future[inside.RoundReply] = push(self.said, self.payload, self.begun.append)
 
     def come(self, nbytes: int = 1 << 60, step: int = 1 << 60) -> Sending:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,8 @@ def helm(chart: Path, release: str, values: Mapping[str, Any], namespace: str) -
         ValueError: helm refuses the values, or the chart; with what it says.
     """
     found = shutil.which("helm")
-    text = (
-        _by_program(found, chart, release, values, namespace)
-        if found
-        else _by_engine(chart, release, values, namespace)
-    )
-    objects = [item for item in yaml.safe_load_all(text) if item]
+    template = partial(_by_program, found) if found else _by_engine
+    objects = [item for item in yaml.safe_load_all(template(chart, release, values, namespace)) if item]
     for item in objects:
         item["metadata"]["namespace"] = namespace
     return objects

@@ -90,9 +90,9 @@ def updates(*programs: Program, op: inside.ReduceOp = "sum") -> Plan:
     return Plan(tuple(inside.Reduction(op, spec, (0,)) for spec in values), operands, distinct, tuple(applies))
 
 
-def plan_of(program: Program, op: inside.ReduceOp = "sum", returned: bool = True) -> Plan:
+def plan_of(program: Program, op: inside.ReduceOp = "sum") -> Plan:
     """A plan of one update, of which everything is returned."""
-    results = tuple(inside.Ref("result", n) for n in range(len(program.outputs))) if returned else ()
+    results = tuple(inside.Ref("result", n) for n in range(len(program.outputs)))
     return replace(updates(program, op=op), returned=results)
 
 

@@ -21,20 +21,7 @@ from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from pstesting.clock import Clock
 from pswire.checkpoint import assembly
 from tests.kit import internals as inside
-from tests.kit.internals import (
-    ALL,
-    Core,
-    CreateBatchReply,
-    Input,
-    PlacedVariable,
-    Plan,
-    Program,
-    Ref,
-    RoundReply,
-    Task,
-    TensorSpec,
-    Turn,
-)
+from tests.kit.internals import ALL, Core, Input, PlacedVariable, Plan, Program, Ref, RoundReply, Task, TensorSpec, Turn
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
@@ -218,7 +205,7 @@ def create(
     spec: inside.VariableSpec,
     servers: tuple[int, ...] = (0,),
     value: inside.Payload | None = None,
-) -> CreateBatchReply:
+) -> inside.CreateBatchReply:
     """Creates a variable on one server, and gives it a first value there; returns what is known of it then."""
     batch = [PlacedVariable(id, spec, servers)]
     reply = server.create_batch(session, batch)
@@ -229,6 +216,11 @@ def create(
         server.push(said, value).result(SOON)
         reply = server.create_batch(session, batch)
     return reply
+
+
+def consistency(k: int = 0, **said: Any) -> inside.Consistency:
+    """How a member makes its rounds; `k` is the staleness."""
+    return inside.Consistency(staleness=k, **said)
 
 
 class Job:
@@ -255,20 +247,10 @@ class Job:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry
 
-    def open(
-        self,
-        task: Task,
-        replicas: int = 1,
-        drives: bool = False,
-        mode: inside.Mode = "sync",
-        backup_workers: int = 0,
-        k: int = 0,
-        quorum: int = 0,
-        grace: float = 0.0,
-    ) -> inside.Opened:
-        """Opens a session on every server; the process that was this task, or chief, before it has ended."""
+    def open(self, task: Task, replicas: int = 1, drives: bool = False, **said: Any) -> inside.Opened:
+        """Opens a session on every server, as is said in `consistency`; who was this task, or chief, has ended."""
         self.end(task, drives)
-        how = inside.Consistency(mode, backup_workers, k, quorum, grace)
+        how = consistency(**said)
         # A key of its own, as clients have: an attempt that is made again finds the session of the first one.
         opened = self.verbs[0].open(task, replicas, secrets.randbits(62) | 1, drives, how)
         for server in self.verbs[1:]:
@@ -304,7 +286,8 @@ class Job:
 
     def join(self, *tasks: Task, replicas: int = 1, **said: Any) -> list[Worker]:
         """Opens a session for each task, and closes a generation of them and of those who are there; see `open`."""
-        workers = [Worker(self, task, self.open(task, replicas, **said).session, replicas, **said) for task in tasks]
+        how = consistency(**said)
+        workers = [Worker(self, task, self.open(task, replicas, **said).session, replicas, how) for task in tasks]
         members = [*self.generation.members, *(worker.member for worker in workers)]
         self.close(sorted(members, key=lambda member: member.task))
         for worker in workers:
@@ -319,32 +302,22 @@ class Job:
         return self.generation
 
     def variable(
-        self,
-        creator: Worker,
-        value: inside.Array,
-        servers: tuple[int, ...] = (0,),
-        name: str = "",
-        saved_as: str | None = None,
-        shard: inside.ShardOf | None = None,
-        alone: bool = False,
+        self, creator: Worker, value: inside.Array, servers: tuple[int, ...] = (0,), name: str = "", **said: Any
     ) -> PlacedVariable:
-        """Creates a variable with its first value, as the next of the job."""
-        called, tensor = name or f"v{len(self.variables)}", inside.spec_of(np.asarray(value))
-        spec = inside.VariableSpec(called, tensor, True, saved_as, shard, alone=alone)
+        """Creates a variable with its first value, as the next of the job; more may be said in its `VariableSpec`."""
+        spec = inside.VariableSpec(name or f"v{len(self.variables)}", inside.spec_of(np.asarray(value)), **said)
         variable = PlacedVariable(len(self.variables), spec, servers)
         if 0 not in servers:
             create(self.verbs[0], creator.session, variable.id, spec, servers)
         for server in servers:
-            create(
-                self.verbs[server],
-                creator.session,
-                variable.id,
-                spec,
-                servers,
-                inside.Payload.pack([inside.portable(value)]),
-            )
+            self.give(creator, variable, server, value)
         self.variables.append(variable)
         return variable
+
+    def give(self, creator: Worker, variable: PlacedVariable, server: int, value: inside.Array) -> None:
+        """Creates a variable on a server, with its first value."""
+        first = inside.Payload.pack([inside.portable(value)])
+        create(self.verbs[server], creator.session, variable.id, variable.spec, variable.servers, first)
 
     def adder(self, creator: Worker, value: Any = 0, servers: tuple[int, ...] = (0,)) -> tuple[PlacedVariable, Plan]:
         """A variable, and an approved plan that adds to it and returns the sum."""
@@ -421,16 +394,10 @@ class Job:
 class JobWithValues(Job):
     """A job on cores whose array work is the test's, or not here: first values lie there without any."""
 
-    def variable(self, creator: Worker, value: inside.Array, servers: tuple[int, ...] = (0,)) -> PlacedVariable:  # type: ignore[override]
-        """Creates a variable with its first value, as the next of the job."""
-        spec = inside.VariableSpec(f"v{len(self.variables)}", inside.spec_of(np.asarray(value)))
-        variable = PlacedVariable(len(self.variables), spec, servers)
-        for server in {0, *servers}:
-            create(self.verbs[server], creator.session, variable.id, spec, servers)
-        for server in servers:
-            self.servers.cores[server].machine.job.store.initialize(variable.id, np.array(value))
-        self.variables.append(variable)
-        return variable
+    def give(self, creator: Worker, variable: PlacedVariable, server: int, value: inside.Array) -> None:
+        """Creates a variable on a server, and puts its first value there."""
+        create(self.verbs[server], creator.session, variable.id, variable.spec, variable.servers)
+        self.servers.cores[server].machine.job.store.initialize(variable.id, np.array(value))
 
 
 @dataclass
@@ -440,13 +407,10 @@ class Worker:
     Attributes:
         job: where.
         task, session, replicas: who.
+        how: how it makes its rounds.
         generation: the newest generation that it has taken in.
         round: its next round.
-        mode: how it makes them.
         restores: how many it has begun.
-        backup_workers: whom its rounds do not wait for.
-        k: how far it may be ahead of others, with bounded staleness.
-        quorum, grace: how many suffice for its rounds, and how long these wait for the others.
         own: its next round of its own, beside those of all.
     """
 
@@ -454,15 +418,16 @@ class Worker:
     task: Task
     session: int
     replicas: int = 1
+    how: inside.Consistency = inside.SYNC
     generation: int = 0
     round: int = 0
-    mode: inside.Mode = "sync"
     restores: int = 0
-    backup_workers: int = 0
-    k: int = 0
-    quorum: int = 0
-    grace: float = 0.0
     own: int = 0
+
+    @property
+    def mode(self) -> inside.Mode:
+        """The relation between updates of different workers."""
+        return self.how.mode
 
     def turn(self) -> Turn:
         """Its next restore."""
@@ -472,8 +437,7 @@ class Worker:
     @property
     def member(self) -> inside.Member:
         """This process as generations name it."""
-        how = inside.Consistency(self.mode, self.backup_workers, self.k, self.quorum, self.grace)
-        return inside.Member(self.task, self.session, self.replicas, how)
+        return inside.Member(self.task, self.session, self.replicas, self.how)
 
     def push(
         self,
@@ -582,13 +546,12 @@ def reduce_only(tensor: TensorSpec, op: inside.ReduceOp = "sum", server: int = 0
 
 def sgd(variable: PlacedVariable) -> Plan:
     """A plan that subtracts a mean times a rate, the operand; returns the new value."""
+    tensor, servers = variable.spec.tensor, variable.servers
     return Plan(
-        reductions=(inside.Reduction("mean", variable.spec.tensor, variable.servers),),
-        operands=(inside.Operand(TensorSpec(variable.spec.tensor.dtype, ()), variable.servers),),
-        programs=(scaling(variable.spec.tensor),),
-        applies=(
-            inside.Apply(0, variable.servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),
-        ),
+        reductions=(inside.Reduction("mean", tensor, servers),),
+        operands=(inside.Operand(TensorSpec(tensor.dtype, ()), servers),),
+        programs=(scaling(tensor),),
+        applies=(inside.Apply(0, servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),),
         returned=(Ref("result", 0),),
     )
 

@@ -19,21 +19,7 @@ from pswire.encoding.mapper import MessageCodec
 from pswire.model import chunks, closures, compression, log, places, plan, program, saved, status, tables
 from pswire.servers import votes
 from tests.kit import internals as inside
-from tests.kit.internals import (
-    ASYNC,
-    BY_NAME,
-    EMPTY,
-    SYNC,
-    Consistency,
-    Enlisted,
-    Others,
-    Payload,
-    PSError,
-    Task,
-    TensorSpec,
-    messages,
-    pb,
-)
+from tests.kit.internals import ASYNC, BY_NAME, EMPTY, Consistency, Payload, PSError, Task, TensorSpec, messages, pb
 from tests.kit.tap import spell
 
 PS = Task("ps", 3)
@@ -346,9 +332,9 @@ SAMPLES = (
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, Consistency("bounded", staleness=3), "the-job", 8), _OPENED),
     Sample("Open", "sync", (WORKER, 4, SESSION, False, Consistency(backup_workers=2), "the-job", 8), _OPENED),
     Sample("Open", "quorum", (WORKER, 4, SESSION, False, Consistency(quorum=3, grace=2.5), "the-job", 8), _OPENED),
-    Sample("Open", "least", (CHIEF, 0, 0, False, SYNC, "", 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
-    Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
-    Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
+    Sample("Open", "least", (CHIEF, 0, 0, False, inside.SYNC, "", 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Enlist", "full", (WORKER, SESSION), inside.Enlisted(Task("worker", 301), True)),
+    Sample("Enlist", "least", (None, 1), inside.Enlisted(Task("worker", 0), False)),
     Sample("Heartbeat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
     Sample("Heartbeat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True), 0), False),
     Sample("Heartbeat", "local steps", (SESSION, -1, b"", _LOCAL, 0), False),
@@ -507,7 +493,7 @@ class Fixed:
         self.asked: list[tuple[Any, ...]] = []
         self.registry = inside.Registry(PS)
         self.heard: list[tuple[Any, ...]] = []
-        self.others: Others | None = None
+        self.others: inside.Others | None = None
         self.holds = False
         self.reader = 0
         self._answer: Any = STATUS  # which it tells of before anybody asks

@@ -78,16 +78,10 @@ def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, *, fork: bo
     """
     began = time.monotonic()
     popen: type[subprocess.Popen[str]] = Forked if fork else subprocess.Popen
-    process = popen(
-        [*PROGRAMS[words[0]], *words[1:]],
-        cwd=cwd,
-        env={**{name: value for name, value in os.environ.items() if name != "TF_CONFIG"}, **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    env = {**{name: value for name, value in os.environ.items() if name != "TF_CONFIG"}, **environ}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [*PROGRAMS[words[0]], *words[1:]]
+    process = popen(command, cwd=cwd, env=env, **pipes, text=True, start_new_session=True)
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
@@ -250,15 +244,13 @@ def sshd(directory: Path) -> Iterator[Sshd]:
     config.write_text(CONFIG.format(port=port, directory=directory))
     key = (directory / "host.pub").read_text()
     (directory / "known").write_text("".join(f"[{host}]:{port} {key}" for host in HOSTS))
-    with (directory / "log").open("wb") as log:
+    said = directory / "log"
+    with said.open("wb") as log:
         process = subprocess.Popen([PROGRAM, "-D", "-e", "-f", str(config)], stderr=log, stdin=subprocess.DEVNULL)
     try:
-        until(
-            lambda: process.poll() is not None or all(listens(f"{host}:{port}") for host in HOSTS),
-            60.0,
-            (directory / "log").read_text,
-        )
-        assert process.poll() is None, (directory / "log").read_text()
+        addresses = [f"{host}:{port}" for host in HOSTS]
+        until(lambda: process.poll() is not None or all(map(listens, addresses)), 60.0, said.read_text)
+        assert process.poll() is None, said.read_text()
         options = {
             "IdentityFile": directory / "user",
             "IdentitiesOnly": "yes",

@@ -39,20 +39,7 @@ from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.servers import SimulatedServer
 from pstesting.simulation.workloads import Workload
 from tests.kit import internals as inside
-from tests.kit.internals import (
-    SYNC,
-    ClusterSpec,
-    Consistency,
-    Kernels,
-    Outgoing,
-    Plan,
-    PreparedPlan,
-    PSError,
-    ServerStatus,
-    SnapshotOrder,
-    Task,
-    Timeouts,
-)
+from tests.kit.internals import Kernels, Outgoing, Plan, PSError, ServerStatus, SnapshotOrder, Task, Timeouts
 from tests.kit.programs import kept_kernels
 
 log = logging.getLogger("psclient.chief")
@@ -104,7 +91,7 @@ def _kernels_for(workers: int) -> Kernels:
     """The same, with all that rounds of so many workers need: in simulated time none would be ready."""
     kernels, plan = _kernels(), Workload(1, tensor=TENSOR).plan
     for contributors in range(1, workers + 1):
-        PreparedPlan(plan, 0).batches(kernels, contributors)
+        inside.PreparedPlan(plan, 0).batches(kernels, contributors)
     kernels.compiler.wait()
     return kernels
 
@@ -232,11 +219,9 @@ class DrivingChief(SimulatedChief):
     def __init__(self, job: World, task: Task, host: Host, takes_over: bool = False, stands_by: bool = False) -> None:
         super().__init__(job.scheduler, host, job.servers, job.cluster, job.spec)
         timeouts = job.cluster.timeouts
-        silence = (
-            min(timeouts.server_timeout, timeouts.session_timeout + 0.5)
-            if job.cluster.copied
-            else timeouts.server_timeout
-        )
+        silence = timeouts.server_timeout
+        if job.cluster.copied:
+            silence = min(silence, timeouts.session_timeout + 0.5)
         for line in self.lines:
             line._silence = silence
         self.chief.task = task
@@ -276,7 +261,6 @@ class World:
     Args:
         servers, workers: how many.
         copies: servers beside the first that hold each variable.
-        rounds: the rounds of the job; by default as many as there are until `finish`.
         step: mean seconds between two rounds of a worker.
         consistency: how workers make their rounds.
         timeouts: of the job.
@@ -299,9 +283,8 @@ class World:
         servers: int = 2,
         workers: int = 2,
         copies: int = 1,
-        rounds: float = inf,
         step: float = 0.03,
-        consistency: Consistency = SYNC,
+        consistency: inside.Consistency = inside.SYNC,
         timeouts: Timeouts = QUICK,
         slow: Mapping[int, float] | None = None,
         seed: int = 0,
@@ -311,10 +294,10 @@ class World:
             workers, workload, COSTS, consistency=consistency, timeouts=timeouts,
             root=f"memory://simulated-{next(_places)}",
         )  # fmt: skip
-        self.last, self.luck = rounds, Random(seed)
+        self.last, self.luck = inf, Random(seed)  # as many rounds as there are until `finish`
         self.scheduler = Scheduler()
         counts = {"ps": servers, "worker": workers, "chief": 1}
-        self.spec = ClusterSpec({job: [f"{job}:1"] * count for job, count in counts.items()})
+        self.spec = inside.ClusterSpec({job: [f"{job}:1"] * count for job, count in counts.items()})
         self.members = self.spec.tasks("worker")
         self.lives: list[TrainingWorker] = []
         self.deaths: dict[Task, int] = defaultdict(int)

@@ -389,21 +389,13 @@ class Tables:
     def came(self, name: Name, plan: Plan, said: inside.Contribution, payload: inside.Payload) -> None:
         """A contribution begins to arrive."""
         server, _, _ = name
-        here = [(place, reduction) for place, reduction in enumerate(plan.reductions) if server in reduction.servers]
-        dense = [place for place, reduction in here if reduction.form == "dense" and said.weights[place]]
-        sent = {
-            place: n
-            for place, n in zip(plan.rows, said.rows, strict=False)
-            if n and (place, plan.reductions[place]) in here
-        }
-        tensors = (
-            payload.tensors(
-                [NUMBER] * (1 + len(dense)) + [spec for n in sent.values() for spec in inside.row_specs(TABLE, n)]
-            )
-            if sent
-            else []
-        )
-        found = iter(tensors[1 + len(dense) :])
+        here = {place: each for place, each in enumerate(plan.reductions) if server in each.servers}
+        dense = [place for place, each in here.items() if each.form == "dense" and said.weights[place]]
+        sent = {place: n for place, n in zip(plan.rows, said.rows, strict=False) if n and place in here}
+        if not sent:
+            return
+        specs = [spec for n in sent.values() for spec in inside.row_specs(TABLE, n)]
+        found = iter(payload.tensors([NUMBER] * (1 + len(dense)) + specs)[1 + len(dense) :])
         updates = {ref.index: apply for apply in plan.applies for ref in apply.args if ref.kind == "reduction"}
         for place in sent:
             kind = self._kind(updates[place].args[0].index)

@@ -30,18 +30,7 @@ import pytest
 from psserver.network.transport_server import TransportServer
 from pstesting.clock import Clock
 from tests.kit import internals as inside
-from tests.kit.internals import (
-    HEAD,
-    INLINE,
-    Contribution,
-    Message,
-    MessageKind,
-    RemoteServer,
-    Security,
-    Stream,
-    TransportName,
-    pb,
-)
+from tests.kit.internals import HEAD, INLINE, Message, MessageKind, RemoteServer, Security, Stream, TransportName
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = inside.PART_BYTES // 4
@@ -200,10 +189,11 @@ class Site:
         self._stack.callback(server.close)
         return server
 
-    def said(self, worker: Worker) -> Contribution:
+    def said(self, worker: Worker) -> inside.Contribution:
         """What a member says in its round."""
         ids = tuple(variable.id for variable in self.variables)
-        return Contribution(worker.session, worker.generation, worker.round, self.plan.id, (1.0,) * len(ids), want=ids)
+        weights = (1.0,) * len(ids)
+        return inside.Contribution(worker.session, worker.generation, worker.round, self.plan.id, weights, want=ids)
 
     def payload(self, number: float) -> inside.Payload:
         """A contribution: a number times 1, 2, 3 and so on."""
@@ -319,17 +309,14 @@ class Hand:
 
     def hello(self, session: int, token: bytes, lease: float = 0.0) -> Hand:
         """Says who it is."""
-        self.say(
-            MessageKind.HELLO, header=pb.TransportHello(session=session, token=token, lease=lease).SerializeToString()
-        )
+        said = inside.pb.TransportHello(session=session, token=token, lease=lease)
+        self.say(MessageKind.HELLO, header=said.SerializeToString())
         return self
 
     def welcomed(self, session: int, transports: TransportServer, lease: float = 0.0) -> Hand:
         """Says who it is, and is believed."""
-        assert (
-            self.hello(session, transports.access.registry.transport_token(session), lease).hear().kind
-            is MessageKind.WELCOME
-        )
+        self.hello(session, transports.access.registry.transport_token(session), lease)
+        assert self.hear().kind is MessageKind.WELCOME
         return self
 
     def push(self, site: Site, worker: Worker, number: float, call: int = 1) -> tuple[bytes, list[tuple[int, bytes]]]:
@@ -539,9 +526,8 @@ class _Stalling(socket.socket):
 
     def sendmsg(self, buffers: Any, *rest: Any) -> int:
         buffers = list(buffers)
-        kind = next(
-            (each[0] for each in buffers if each[0] != MessageKind.FREED), None
-        )  # which goes ahead of a message
+        # Words of memory that is free go ahead of a message.
+        kind = next((each[0] for each in buffers if each[0] != MessageKind.FREED), None)
         if kind != MessageKind.PUSH or not self.when():
             return super().sendmsg(buffers, *rest)
         data = b"".join(buffers)

@@ -252,6 +252,10 @@ class Strand:
         self._done.release()
 
 
+Singles = list[tuple[Any, OwnPush]]
+"""Contributions with the processes of the workers that made them."""
+
+
 @dataclass
 class Door:
     """A worker's place at its host, which takes what it would push.
@@ -298,9 +302,9 @@ class ModelHost:
         self._send = send
         self._specs = specs
         self._luck = luck
-        self._open: dict[tuple[int, int], list[tuple[Any, OwnPush]]] = defaultdict(list)
+        self._open: dict[tuple[int, int], Singles] = defaultdict(list)
         self._decided: set[tuple[int, int]] = set()
-        self._sent: list[tuple[Any, list[tuple[Any, OwnPush]]]] = []
+        self._sent: list[tuple[Any, Singles]] = []
 
     def take(self, process: Any, own: OwnPush) -> None:
         """Takes what a worker contributes to a round."""
@@ -325,7 +329,7 @@ class ModelHost:
             self._sent.remove((leader, singles))
             self._refuse(singles)
 
-    def _sum(self, singles: list[tuple[Any, OwnPush]]) -> None:
+    def _sum(self, singles: Singles) -> None:
         living = [(process, own) for process, own in singles if process.state == "runs"]
         if len(singles) < 2 or not living:
             self._refuse(singles)
@@ -345,11 +349,7 @@ class ModelHost:
         pushed.add_done_callback(partial(self._answered, self._sent[-1], mine, said.want))
 
     def _answered(
-        self,
-        sent: tuple[Any, list[tuple[Any, OwnPush]]],
-        mine: OwnPush,
-        want: Sequence[int],
-        pushed: Future[RoundReply],
+        self, sent: tuple[Any, Singles], mine: OwnPush, want: Sequence[int], pushed: Future[RoundReply]
     ) -> None:
         if sent not in self._sent:
             return  # who has sent it is gone
@@ -362,7 +362,7 @@ class ModelHost:
             if process.state == "runs":
                 own.answer(part_of(pushed.result(), want, own.said.want, lambda: specs))
 
-    def _refuse(self, singles: list[tuple[Any, OwnPush]]) -> None:
+    def _refuse(self, singles: Singles) -> None:
         for process, own in singles:
             if process.state == "runs":
                 own.refuse()

@@ -38,10 +38,7 @@ VARIANTS: dict[str, Any] = {
     "an evaluator that is": {"cluster": {**CLUSTER, "evaluator": ["e:5"]}, "task": EVALUATOR},
     "index as text": {"cluster": CLUSTER, "task": {"type": "worker", "index": "0"}},
     "no index": {"cluster": CLUSTER, "task": {"type": "worker"}},
-    "addresses by index": {
-        "cluster": {**CLUSTER, "worker": {"1": "k:10", "0": "c:3"}},
-        "task": {"type": "worker", "index": 0},
-    },
+    "addresses by index": {"cluster": {**CLUSTER, "worker": {"1": "k:10", "0": "c:3"}}, "task": WORKER},
     "an environment, which is ignored": {"cluster": CLUSTER, "task": WORKER, "environment": "cloud"},
 }
 
@@ -61,8 +58,13 @@ def test_no_cluster(text: str) -> None:
     assert parse_tf_config(text) is None
 
 
+def written(**said: Any) -> str:
+    """A TF_CONFIG with these keys."""
+    return json.dumps(said)
+
+
 def config(cluster: Any = CLUSTER, task: Any = WORKER) -> str:
-    return json.dumps({"cluster": cluster, "task": task})
+    return written(cluster=cluster, task=task)
 
 
 def changed(**jobs: Any) -> str:
@@ -94,22 +96,13 @@ BAD: dict[str, tuple[str, str]] = {
     "an empty list of servers": (config({"worker": ["a:1"], "ps": []}), "no 'ps' task"),
     "two chiefs": (changed(chief=["a:1", "b:2"]), "has 2 chiefs, but can have only one"),
     "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "so no task would train"),
-    "no task": (json.dumps({"cluster": CLUSTER}), "no task type; name this process's task"),
+    "no task": (written(cluster=CLUSTER), "no task type; name this process's task"),
     "a task of another kind": (config(task="worker"), "'task' must be an object, .* not 'worker'"),
-    "a task without a cluster": (
-        json.dumps({"task": {"type": "worker", "index": 1}}),
-        "names this process as a worker, but has no cluster; add",
-    ),
+    "a task without a cluster": (written(task=WORKER), "names this process as a worker, but has no cluster; add"),
     "a task of an empty cluster": (config(cluster={}), "has no cluster"),
-    "a misspelt cluster": (
-        json.dumps({"clusters": CLUSTER, "task": WORKER}),
-        "key clusters is unknown; did you mean cl",
-    ),
-    "the cluster of another system": (
-        json.dumps({"sparseCluster": CLUSTER, "task": WORKER}),
-        "key sparseCluster is unknown; did you mean cluster",
-    ),
-    "a misspelt task": (json.dumps({"cluster": CLUSTER, "taks": WORKER}), "key taks is unknown; did you mean task"),
+    "a misspelt cluster": (written(clusters=CLUSTER, task=WORKER), "key clusters is unknown; did you mean cl"),
+    "a foreign cluster": (written(sparseCluster=CLUSTER, task=WORKER), "sparseCluster is unknown; did you mean clus"),
+    "a misspelt task": (written(cluster=CLUSTER, taks=WORKER), "key taks is unknown; did you mean task"),
     "a misspelt index": (config(task={"type": "worker", "idx": 1}), "key of 'task' idx is unknown; did you mean index"),
     "a task without type": (config(task={"index": 0}), "no task type; name this process's task"),
     "an unknown type": (config(task={"type": "boss"}), "unknown task type 'boss'; known are chief"),
@@ -198,11 +191,8 @@ def test_a_cluster_def_has_the_fields_of_tensorflow_s() -> None:
     """Jobs by name, tasks by index; a cluster is made of it again."""
     cluster = ClusterSpec({"worker": {3: "c:1", 1: "a:1"}, "ps": ["b:1"], "chief": []})
     found = cluster.as_cluster_def()
-    assert [(job.name, job.tasks) for job in found.job] == [
-        ("chief", {}),
-        ("ps", {0: "b:1"}),
-        ("worker", {1: "a:1", 3: "c:1"}),
-    ]
+    jobs = [(job.name, job.tasks) for job in found.job]
+    assert jobs == [("chief", {}), ("ps", {0: "b:1"}), ("worker", {1: "a:1", 3: "c:1"})]
     assert ClusterSpec(found) == cluster
     assert ClusterSpec({}).as_cluster_def().job == ()
 

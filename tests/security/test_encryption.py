@@ -74,26 +74,17 @@ def receive(link: inside.MessageSocket, count: int) -> list[tuple[inside.Message
     return found
 
 
-SIZES = st.one_of(
-    st.integers(0, 100),
-    st.sampled_from(
-        [inside.RECORD - 40, inside.RECORD, inside.RECORD + 1, inside.PIECE, inside.PIECE + 1, inside.MAX_PART_BYTES]
-    ),
-)
+EDGES = (inside.RECORD - 40, inside.RECORD, inside.RECORD + 1, inside.PIECE, inside.PIECE + 1, inside.MAX_PART_BYTES)
+SIZES = st.integers(0, 100) | st.sampled_from(EDGES)
 
 
 @search(0.25)
 @given(sizes=st.lists(SIZES, max_size=8), seed=st.integers(0, 9))
 def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed: int) -> None:
     """Messages of all sizes, both ways at once, by four threads; each end reads while it writes."""
-    random = np.random.default_rng(seed)
-    sent = [
-        [
-            (inside.Message(inside.MessageKind.PART, number, b"h" * number, 0, size), random.bytes(size))
-            for number, size in enumerate(sizes)
-        ]
-        for _ in range(2)
-    ]
+    random, kind = np.random.default_rng(seed), inside.MessageKind.PART
+    heads = [inside.Message(kind, number, b"h" * number, 0, size) for number, size in enumerate(sizes)]
+    sent = [[(head, random.bytes(head.size)) for head in heads] for _ in range(2)]
     with connected(certificates) as pair, ThreadPoolExecutor(4) as threads:
         links = [inside.MessageSocket(end) for end in pair]
         for link in links:

@@ -184,9 +184,8 @@ def test_what_is_there_stays(certificates: Certificates, tmp_path: Path) -> None
     assert new.key != old.key
     assert new.certificate != old.certificate
     (tmp_path / "ps-1" / "tls.key").unlink()
-    assert "has tls.crt but not tls.key; make both again with --renew" in certs(
-        tmp_path, "--ps", 2, "--workers", 1, code=2
-    )
+    said = certs(tmp_path, "--ps", 2, "--workers", 1, code=2)
+    assert "has tls.crt but not tls.key; make both again with --renew" in said
     shutil.copytree(certificates.other / "ps-0", tmp_path / "ps-0", dirs_exist_ok=True)
     assert "was signed by another CA" in certs(tmp_path, "--ps", 1, "--workers", 1, code=2)
 
@@ -289,9 +288,8 @@ def test_a_cluster_keeps_its_token() -> None:
     """One that is given, or one that is drawn for each cluster; it is no flag, as other users see command lines."""
     given = inside.Cluster(security=inside.SecurityOptions(token="0123456789abcdef"), timeouts=inside.Timeouts())
     assert given.security(inside.Task("worker", 0)).token == "0123456789abcdef"
-    drawn = {
-        inside.Cluster(security=inside.SecurityOptions()).security(inside.Task("worker", 0)).token for _ in range(3)
-    }
+    clusters = [inside.Cluster(security=inside.SecurityOptions()) for _ in range(3)]
+    drawn = {cluster.security(inside.Task("worker", 0)).token for cluster in clusters}
     assert [len(token) for token in drawn] == [64] * 3
     for taken in (inside.psworker_command, inside.psserver_command):
         assert "--token" not in {name for parameter in taken.params for name in parameter.opts}
@@ -302,12 +300,10 @@ def test_a_cluster_keeps_its_token() -> None:
 
 def test_a_file_without_an_end_is_refused(tmp_path: Path) -> None:
     """A device, or a file that is too large for what it should be; a pipe is read as a shell gives it."""
-    for text in (
-        lambda: read_small("/dev/zero"),
-        lambda: inside.SecurityOptions(token_file="/dev/zero").read("worker-0"),
-    ):
+    endless = inside.SecurityOptions(token_file="/dev/zero")
+    for read in (lambda: read_small("/dev/zero"), lambda: endless.read("worker-0")):
         with pytest.raises(inside.ConfigError, match="/dev/zero has more than 4 MiB"):
-            text()
+            read()
     (tmp_path / "small").write_bytes(b"12345")
     assert read_small(tmp_path / "small", 5) == b"12345"
     with pytest.raises(inside.ConfigError, match="small has more than"):

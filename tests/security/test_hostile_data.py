@@ -104,15 +104,14 @@ def test_the_widest_rows_cost_nothing_until_they_are_there(tmp_path: Path) -> No
         job = Job(servers)
         (worker,) = job.join(WORKERS[0])
         (server,), before = job.verbs, process.memory_info()
-        reply = server.create_batch(
-            worker.session, [inside.PlacedVariable(n, spec, (0,)) for n, spec in enumerate(specs)]
-        )
+        placed = [inside.PlacedVariable(n, spec, (0,)) for n, spec in enumerate(specs)]
+        reply = server.create_batch(worker.session, placed)
         assert (reply.error, reply.count) == (None, inside.MAX_PARTS)
         now = process.memory_info()
         assert now.rss - before.rss < 3 * SOME
         assert now.vms - before.vms < 33 << 40
         assert server.status().variable_bytes == 0
-        job.variables += [inside.PlacedVariable(n, spec, (0,)) for n, spec in enumerate(specs)]
+        job.variables += placed
         error = refused(job, worker, pb.CreateBatchRequest(variables=[encoded(job, table())]))
         assert f"the limit of {inside.MAX_PARTS} tables on server 0" in str(error)
         with pytest.raises(inside.MemoryLimit, match="take 300 MiB, and the limit is 256 MiB"):

@@ -54,13 +54,8 @@ def train(rounds: int) -> None:
 def digests(directory: Path, transport: str = "shm", relays: Sequence[Relay] = (), **keys: Any) -> set[str]:
     """What the workers of a job end with; they use the transport that is named, and servers vote as they can."""
     directory.mkdir(exist_ok=True)
-    keys |= {
-        "ps": 2,
-        "workers": 2,
-        "transport": transport,
-        "log_level": "debug",
-        "between": [relay.address for relay in relays],
-    }
+    keys |= {"ps": 2, "workers": 2, "transport": transport, "log_level": "debug"}
+    keys["between"] = [relay.address for relay in relays]
     with ProcessCluster(train, directory, (3,), **keys) as job:
         for relay, server in zip(relays, (PS0, PS1), strict=False):
             relay.lead_to(job.cluster.addresses[server])

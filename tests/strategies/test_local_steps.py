@@ -18,7 +18,7 @@ from pswire.cluster import Task
 from pswire.model import status
 from pswire.model.log import Member
 from tests.kit.cases import pairwise
-from tests.kit.local_steps import LocalWorker, Nesterov, first, sgd, simulated
+from tests.kit.references import LocalWorker, Nesterov, first, sgd, simulated
 from tests.kit.workers import in_threads
 
 average = partial(sgd, 1.0, 0.0)

@@ -128,14 +128,8 @@ def test_a_checkpoint_continues_with_the_same_numbers(tmp_path):
 
 def test_what_cannot_be_exchanged_is_refused(strategy):
     made = partial(psj.DiLoCo, psj.optimizers.sgd(0.5), strategy=strategy, name="r")
-    for options, why in (
-        ({"sync_every": 0}, "sync_every is 0"),
-        ({"sync_every": 5, "fragments": 2}, "not divisible"),
-        ({"sync_every": 4, "sync_delay": 4}, "use at most 3"),
-        ({"sync_every": 4, "fragments": 2, "dynamic": True}, "dynamic=True with 2 fragments"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            made(**options)
+    with pytest.raises(ValueError, match="dynamic=True with 2 fragments"):
+        made(sync_every=4, fragments=2, dynamic=True)
     for fragments, why in ((["r/dense"], "r/scale is in 0 fragments"), (["r", "x"], "begins with 'x'")):
         with pytest.raises(ValueError, match=why):
             made(fragments=fragments).init(FIRST)

@@ -1,4 +1,5 @@
-"""psj.TrainState, its arrays and rows: values are those on the servers; memory does not change under an array."""
+"""psj.TrainState, its arrays, rows and bags, and modules of Flax: values are those on the servers, and memory does not
+change under an array."""
 
 from __future__ import annotations
 
@@ -37,10 +38,8 @@ def equal(one, other):
 def test_variables_have_the_names_of_their_paths(strategy):
     """Under one name for all; a leaf alone has that name. The state says what it is and fetches nothing."""
     state = create(strategy, {"dense": {"kernel": np.zeros(2, "f4")}, "scales": [np.zeros(1, "f4")]}, name="net")
-    assert jax.tree.map(lambda v: v.name, state.variables) == {
-        "dense": {"kernel": "net/dense/kernel"},
-        "scales": {"0": "net/scales/0"},
-    }
+    names = jax.tree.map(lambda v: v.name, state.variables)
+    assert names == {"dense": {"kernel": "net/dense/kernel"}, "scales": {"0": "net/scales/0"}}
     assert create(strategy, np.zeros(2, "f4"), name="one").variables.name == "one"
     assert repr(create(strategy)) == "TrainState(3 parameters of 8 numbers, SGD)"
 
@@ -67,8 +66,7 @@ def test_only_the_newest_state_makes_steps(strategy):
 
 def test_a_state_is_a_pytree(strategy):
     """Compiled functions take it, once for all steps, with the model's function, such as `apply` of a module of Flax
-    Linen; what a function of trees makes of it cannot make steps.
-    """
+    Linen; what a function of trees makes of it cannot make steps."""
     state = create(strategy, apply_fn=lambda params: sum(leaf.sum() for leaf in jax.tree.leaves(params)))
     traces = []
 
@@ -253,3 +251,143 @@ def test_only_tables_may_be_trained(strategy):
     assert (state.step, state.params) == (1, {})
     assert table.numpy()[1] == pytest.approx(FIRST[1] - 0.1, abs=1e-5)
     assert set(state._trackable_children()) == {"params", "tx", "tables"}
+
+
+# ---- Modules of Flax NNX, whose parameters are attributes; `examples/keras_jax.py` has one of Keras ----
+
+STEPS = 20
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("f4")
+Y = np.sin(X[:, :1])
+
+
+def make_net(nnx, seed=0):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(4, 8, use_bias=False, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)])
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.layers[1](nnx.relu(self.norm(self.layers[0](x))))
+
+    return Net(nnx.Rngs(seed))
+
+
+def test_a_module_of_nnx_is_trained_in_place(in_tmp_path):
+    """As by `nnx.Optimizer`: parameters are those of the servers after each step, statistics are the module's own. What
+    a checkpoint restores comes into a module, of any seed, when it is refreshed."""
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+
+    @nnx.jit
+    def gradients(module, x, y):
+        return nnx.value_and_grad(lambda module: jnp.mean((module(x) - y) ** 2))(module)
+
+    bound, alone = make_net(nnx), make_net(nnx)
+    with opened("embedded-1") as strategy:
+        ours = psj.Optimizer(bound, psj.optimizers.adam(1e-3), strategy=strategy)
+        theirs = nnx.Optimizer(alone, optax.adam(1e-3), wrt=nnx.Param)
+        assert ours.state.variables["layers"]["0"]["kernel"].name == "params/layers/0/kernel"
+        for _ in range(STEPS):
+            for module, optimizer in ((bound, ours), (alone, theirs)):
+                _, grads = gradients(module, X, Y)
+                optimizer.update(module, grads)
+        assert ours.step == STEPS
+        assert np.any(bound.norm.mean[...])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), nnx.state(bound), nnx.state(alone))
+        jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(bound, nnx.Param)), ours.state.params)
+        ps.train.Checkpoint(ours).save("run/ckpt")
+    with opened("embedded-1") as strategy:
+        module = make_net(nnx, seed=1)
+        again = psj.Optimizer(module, psj.optimizers.adam(1e-3), strategy=strategy)
+        ps.train.Checkpoint(again).restore("run").assert_consumed()
+        again.refresh(module)
+        assert again.step == STEPS
+        np.testing.assert_array_equal(module.layers[0].kernel[...], bound.layers[0].kernel[...])
+
+
+# ---- Bags of looked-up rows, and rows of a group of tables, in compiled functions ----
+
+SIZE, DIM = 9, 3
+BAGGED = np.random.default_rng(1).normal(size=(SIZE, DIM)).astype("f4")
+IDS = np.array([[1, 2, 1], [8, 0, 3]])
+WEIGHTS = np.array([[1.0, 0.5, 2.0], [0.0, 3.0, 1.0]], "f4")
+RAGGED, OFFSETS = np.array([4, 4, 7, 2, 1]), np.array([0, 2, 2])
+BAGS = [RAGGED[:2], RAGGED[2:2], RAGGED[2:]]
+
+
+def table_of(strategy, name="table"):
+    with strategy.scope():
+        return ps.Variable(BAGGED, name=name)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False), ("sqrtn", False), ("sqrtn", True)]
+)
+def test_bags_are_those_of_lookups(strategy, mode, weighted, max_norm):
+    """Values and gradients, in a compiled function; with bags of one size, and with offsets and an empty bag."""
+    table = table_of(strategy)
+    d = np.arange(3.0 * DIM, dtype="f4").reshape(3, DIM)
+    given = [
+        (IDS, None, WEIGHTS if weighted else None, [*IDS], [*WEIGHTS]),
+        (RAGGED, OFFSETS, WEIGHTS.ravel()[:5] if weighted else None, BAGS, np.split(WEIGHTS.ravel()[:5], [2, 2])),
+    ]
+    for ids, offsets, weights, bags, own in given:
+
+        @jax.jit
+        def pooled(values, inverse, offsets=offsets, weights=weights):
+            options = {"max_norm": max_norm, "mode": mode, "per_sample_weights": weights}
+            return psj.embedding_bag(inverse, values, None if offsets is None else jnp.asarray(offsets), **options)
+
+        rows = psj.lookup(table, ids)
+        theirs = ps.nn.embedding_lookup_sparse(table, bags, own if weighted else None, mode, max_norm)
+        found, backward = jax.vjp(lambda values, rows=rows, pooled=pooled: pooled(values, rows.inverse), rows.values)
+        np.testing.assert_allclose(found, np.asarray(theirs), rtol=1e-5, atol=1e-6)
+        gradient, expected = rows.gradient(backward(d[: len(bags)])[0]), theirs.gradient(d[: len(bags)])
+        assert gradient.indices.tolist() == expected.indices.tolist()
+        np.testing.assert_allclose(gradient.values, expected.values, rtol=1e-5, atol=1e-6)
+
+
+def test_the_greatest_of_a_bag(strategy):
+    """Zeros for an empty one; the offsets may have the end."""
+    rows = psj.lookup(table_of(strategy), RAGGED)
+    for offsets, last in ((OFFSETS, False), (np.array([0, 2, 2, 5]), True)):
+        found = psj.embedding_bag(rows.inverse, rows.values, jnp.asarray(offsets), mode="max", include_last_offset=last)
+        expected = [BAGGED[own].max(axis=0) if len(own) else np.zeros(DIM) for own in BAGS]
+        np.testing.assert_allclose(found, np.array(expected), rtol=1e-6)
+
+
+def test_rows_of_a_norm_and_of_zeros_have_gradients(strategy):
+    """Padding is zeros, whose norm has no gradient."""
+    rows = psj.lookup(table_of(strategy), IDS)
+    found, d = jax.value_and_grad(lambda values: psj.embedding(rows.inverse, values, 1.0, 1.0).sum())(rows.values)
+    norms = np.abs(BAGGED[IDS]).sum(-1, keepdims=True)
+    np.testing.assert_allclose(found, (BAGGED[IDS] / np.maximum(norms, 1)).sum(), rtol=1e-5)
+    assert np.isfinite(np.asarray(d)).all()
+
+
+def test_tables_of_a_group_are_looked_up_together(strategy):
+    """One array of rows to differentiate by, with the places of each table's ids, and one gradient for the step."""
+    with strategy.scope():
+        tables = ps.dynamic_embedding.group(["user", "item", "other"], DIM, initializer=1.0)
+    params, tx = {"w": np.ones(DIM, "f4")}, psj.optimizers.sgd(1.0)
+    state = psj.TrainState.create(apply_fn=None, params=params, tx=tx, strategy=strategy, tables=[*tables.values()])
+    ids = {"item": np.array([[5, 5], [2**48 - 1, 0]]), "user": jnp.array([5])}
+
+    @jax.jit
+    def gradients(params, values, inverse):
+        def loss(params, values):
+            items = psj.embedding_bag(inverse["item"], values, mode="sum")
+            return ((items + psj.embedding(inverse["user"], values)) * params["w"]).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(params, values)
+
+    tables.prefetch({name: np.asarray(own) for name, own in ids.items()})
+    for _ in range(2):
+        rows = psj.lookup(tables, ids)
+        assert rows.count == 4
+        assert {name: own.shape for name, own in rows.inverse.items()} == {"item": (2, 2), "user": (1,)}
+        grads, d = gradients(params, rows.values, rows.inverse)
+        state = state.apply_gradients(grads=grads, rows={rows: d})
+    found = {name: table.gather([0, 5, 2**48 - 1])[:, 0].tolist() for name, table in tables.items()}
+    assert found == {"user": [1, -3, 1], "item": [-1, -3, -1], "other": [1, 1, 1]}
+    assert psj.lookup(tables, {}).count == 0

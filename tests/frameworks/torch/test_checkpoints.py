@@ -157,8 +157,7 @@ def trained(mode, workers=2, **options):
 
 def test_buffers_are_those_of_the_first_means_or_each_workers_own():
     """Those of the first as with DDP: what it alone makes of its part. Means have the same bits, those of the whole
-    batch. Asynchronous workers keep their own in any case.
-    """
+    batch. Asynchronous workers keep their own in any case."""
     own = trained("own")
     for found in (own, trained("first", consistency=ps.Async())):
         assert not torch.equal(*(each["1.running_mean"] for each in found))
@@ -194,8 +193,7 @@ class Kinds(torch.nn.Module):
 
 def test_buffers_of_all_dtypes_are_the_first_workers():
     """By default: from the beginning, and after each step. Numbers of any width, truth values, infinity, and nothing at
-    all, to the last bit; what is no part of the module's state is nobody else's concern.
-    """
+    all, to the last bit; what is no part of the module's state is nobody else's concern."""
 
     def work(strategy, worker):
         module = Kinds(1 - worker)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,19 +42,13 @@ def by_feature(features):
 
 
 def configs(kind, made=pst.EmbeddingBagConfig):
-    more = {"pooling": POOLING} if made is pst.EmbeddingBagConfig else {}
-    fixed = {"num_embeddings": SIZE} if kind == "static" else {}
-    return [
-        made(
-            name,
-            DIM,
-            own,
-            init_fn=(lambda t, name=name: FIRST[name].clone()) if fixed else None,
-            **fixed,
-            **{key: value[name] for key, value in more.items()},
-        )
-        for name, own in FEATURES.items()
-    ]
+    found = []
+    for name, own in FEATURES.items():
+        options = {"pooling": POOLING[name]} if made is pst.EmbeddingBagConfig else {}
+        if kind == "static":
+            options |= {"num_embeddings": SIZE, "init_fn": lambda t, name=name: FIRST[name].clone()}
+        found.append(made(name, DIM, own, **options))
+    return found
 
 
 def collection(strategy, kind, cls=pst.EmbeddingBagCollection, **options):
@@ -82,14 +75,8 @@ class OfTorch(torch.nn.Module):
             for name in names:
                 ids, lengths, weights = of[name]
                 offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-                bags = torch.nn.functional.embedding_bag(
-                    ids,
-                    self.tables[table],
-                    offsets,
-                    mode="sum",
-                    per_sample_weights=weights,
-                    include_last_offset=True,
-                )
+                how = {"mode": "sum", "per_sample_weights": weights, "include_last_offset": True}
+                bags = torch.nn.functional.embedding_bag(ids, self.tables[table], offsets, **how)
                 found.append(bags / lengths.clamp(min=1)[:, None] if POOLING[table] == "MEAN" else bags)
         return torch.cat(found, 1)
 
@@ -205,14 +192,9 @@ def test_a_collection_takes_tables_that_exist(strategy):
     """Those of a group are looked up together, also beside modules of one of them: their gradients are one."""
     with strategy.scope():
         tables = ps.dynamic_embedding.group(["given 0", "given 1"], DIM, name="given", initializer=1.0)
-        module = torch.nn.ModuleDict(
-            {
-                "bags": pst.EmbeddingBagCollection(
-                    [pst.EmbeddingBagConfig(name, DIM, [name[-1]], table=table) for name, table in tables.items()]
-                ),
-                "rows": pst.Embedding(tables["given 1"]),
-            }
-        )
+        own = [pst.EmbeddingBagConfig(name, DIM, [name[-1]], table=table) for name, table in tables.items()]
+        parts = {"bags": pst.EmbeddingBagCollection(own), "rows": pst.Embedding(tables["given 1"])}
+        module = torch.nn.ModuleDict(parts)
     optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
     features = pst.KeyedJaggedTensor.from_offsets_sync(["0", "1"], torch.tensor([3, 3, 4]), torch.tensor([0, 1, 3]))
     (module["bags"](features).values().sum() + 10 * module["rows"](torch.tensor([4, 5])).sum()).backward()
@@ -272,8 +254,7 @@ def test_a_collection_is_saved_and_restored(kind, tmp_path):
 
 def test_bad_input_of_a_collection_loses_nothing():
     """An id that is no row, and a gradient that is not finite: the step raises, no row changes, and the next one is
-    made.
-    """
+    made."""
 
     def work(strategy, worker):
         module = collection(strategy, "static")
@@ -306,35 +287,16 @@ def packages():
 def test_features_and_configurations_of_torchrec_are_taken(strategy, package):
     """Of its own classes, where it is installed, and of those that have its names here."""
     words = getattr(package, "PoolingType", SimpleNamespace(SUM="SUM", MEAN="MEAN"))
-    made = [
-        package.EmbeddingBagConfig(
-            name=f"{package.__name__} {name}",
-            embedding_dim=DIM,
-            num_embeddings=SIZE,
-            feature_names=own,
-            pooling=getattr(words, POOLING[name]),
-            init_fn=lambda t, name=name: FIRST[name].clone(),
-        )
-        for name, own in FEATURES.items()
-    ]
+    made = []
+    for name, own in FEATURES.items():
+        options = {"name": f"{package.__name__} {name}", "embedding_dim": DIM, "num_embeddings": SIZE}
+        options |= {"pooling": getattr(words, POOLING[name]), "init_fn": lambda t, name=name: FIRST[name].clone()}
+        made.append(package.EmbeddingBagConfig(feature_names=own, **options))
     features = jagged(3, weighted=True, kind=package.KeyedJaggedTensor)
     with strategy.scope():
         module = pst.EmbeddingBagCollection(made, is_weighted=True)
     assert len(module.rows) == 1
     assert torch.allclose(module(features).values(), OfTorch()(features), atol=1e-6)
-
-
-def test_features_are_taken_by_torchrecs_methods(strategy):
-    """`keys`, `values`, `lengths` and, where there are weights, `weights_or_none`."""
-    own = jagged(3, weighted=True)
-    names = ("keys", "values", "lengths", "weights_or_none")
-    features = SimpleNamespace(**{name: getattr(own, name) for name in names})
-    with strategy.scope():
-        module = pst.EmbeddingBagCollection(
-            [replace(config, name=f"alike {config.name}") for config in configs("static")]
-        )
-    del features.weights_or_none
-    assert torch.equal(module(features).values(), module(own).values())
 
 
 # ---- Constructors of torch.nn ----

@@ -104,26 +104,12 @@ def test_how_often_a_key_came_is_counted(strategy):
     assert module.table.keys().tolist() == [7]
 
 
-def test_a_row_for_padding_has_no_gradient(strategy):
-    """As of torch's modules, whose `padding_idx` is a place; here it is an id."""
-    module, optimizer = rows_of(strategy, padding_idx=3)
-    train(module, optimizer, ids(5))
-    found = torch.tensor(module.table.numpy())
-    assert torch.equal(found[3], FIRST[3])
-    assert apart([found], [alone(ids(5), padding_idx=3)]) < 1e-10
-    bag = pst.EmbeddingBag(static(strategy), mode="sum", padding_idx=3)
-    with torch.no_grad():
-        bags = bag(torch.tensor([[3, 4], [3, 3]]))
-    assert torch.equal(bags, torch.stack([FIRST[4], torch.zeros(DIM, dtype=torch.float64)]))
-
-
 def test_a_worker_without_ids_contributes_nothing():
     """Where no worker has any, the table stays as it is, and so does what the optimizer keeps of it."""
 
     def work(strategy, worker):
-        module = torch.nn.ModuleDict(
-            {"rows": pst.Embedding(static(strategy)), "dense": torch.nn.Linear(DIM, 1)}
-        ).double()
+        parts = {"rows": pst.Embedding(static(strategy)), "dense": torch.nn.Linear(DIM, 1)}
+        module = torch.nn.ModuleDict(parts).double()
         optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=0.02, weight_decay=0.1, strategy=strategy)
         seen = []
         for number in range(3):
@@ -144,8 +130,7 @@ def test_a_worker_without_ids_contributes_nothing():
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_gradients_of_rows_add_up(strategy, accumulates):
     """Of several backward passes, as of parameters, in `no_sync` or not; `zero_grad` forgets those of before. What was
-    looked ahead stays here.
-    """
+    looked ahead stays here."""
     module, optimizer = rows_of(strategy, lr=1.0)
     module.prefetch(torch.tensor([2, 3]))
     train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
@@ -277,12 +262,6 @@ def test_a_collection_has_torchrecs_face(strategy):
     }
     for name, own in expected.items():
         assert np.allclose(bags[name].detach().numpy(), own, atol=1e-6)
-    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
-    before = items([5, 2**60, 8])
-    bags.values().sum().backward()
-    optimizer.step()
-    assert (before - items([5, 2**60, 8]))[:, 0].round(5).tolist() == [2.0, 1.0, 0.0]
-    assert sorted(tables["items"].keys().tolist()) == [5, 2**60]
 
 
 def test_a_collection_takes_what_looks_like_torchrecs(strategy):
@@ -306,7 +285,9 @@ def test_a_collection_takes_what_looks_like_torchrecs(strategy):
     with strategy.scope():
         weighted = pst.EmbeddingBagCollection(configs[:1], is_weighted=True)
         plain = pst.EmbeddingBagCollection(configs[1:])
-    found = weighted(features).to_dict() | plain(features).to_dict()
+    found = weighted(features).to_dict()
+    del features.weights_or_none  # others do not ask for weights
+    found |= plain(features).to_dict()
     assert [found[name][:, 0].tolist() for name in "abc"] == [[3.0, 5.0], [0.0, 1.0], [3.0, 0.0]]
     assert [found[name].dtype for name in "bcd"] == [torch.float32, torch.float16, torch.bfloat16]
 

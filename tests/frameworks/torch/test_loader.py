@@ -53,9 +53,8 @@ def unseeded(worker):
 
 
 def weighted(worker):
-    sampler = torch.utils.data.WeightedRandomSampler(
-        [1.0] * EXAMPLES, EXAMPLES, generator=torch.Generator().manual_seed(worker)
-    )
+    generator = torch.Generator().manual_seed(worker)
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * EXAMPLES, EXAMPLES, generator=generator)
     return torch.utils.data.DataLoader(data(), 16, sampler=sampler)
 
 

@@ -184,9 +184,6 @@ def test_what_cannot_be_exchanged_is_refused(strategy):
     inner = adamw(net)
     made = partial(pst.DiLoCo, net, inner, torch.optim.SGD, lr=0.5, strategy=strategy)
     for options, why in (
-        ({"sync_every": 0}, "sync_every is 0"),
-        ({"sync_every": 5, "fragments": 2}, "not divisible"),
-        ({"sync_every": 4, "sync_delay": 4}, "use at most 3"),
         ({"sync_every": 4, "fragments": 2, "dynamic": True}, "dynamic=True with 2 fragments"),
         ({"fragments": [net[0]]}, "2.weight, 2.bias are in no fragment"),
         ({"fragments": [net, net[2]]}, "in common"),
@@ -195,19 +192,7 @@ def test_what_cannot_be_exchanged_is_refused(strategy):
     ):
         with pytest.raises(ValueError, match=why):
             made(**options)
-    for given, why in ((torch.nn.Tanh(), "no parameters to exchange"),):
-        with pytest.raises(ValueError, match=why):
-            pst.DiLoCo(given, inner, torch.optim.SGD, lr=0.5, strategy=strategy)
+    with pytest.raises(ValueError, match="no parameters to exchange"):
+        pst.DiLoCo(torch.nn.Tanh(), inner, torch.optim.SGD, lr=0.5, strategy=strategy)
     with pytest.raises(TypeError, match="inner is a str"):
         pst.DiLoCo(net, ["adam"], torch.optim.SGD, lr=0.5, strategy=strategy)
-
-
-def test_workers_with_other_shapes_are_refused():
-    """Before the first step."""
-
-    def work(strategy, worker):
-        net = torch.nn.Linear(3, 2 + worker)
-        pst.DiLoCo(net, adamw(net), torch.optim.SGD, lr=0.5, strategy=strategy)
-
-    with pytest.raises(ps.errors.VariableMismatch):
-        job(work, 2, 1)

@@ -255,8 +255,7 @@ STATES = {
 @pytest.mark.parametrize("name", STATES)
 def test_the_state_goes_both_ways(strategy, pair, name):
     """Groups have hyperparameters of their own, which may change, and state that others have not. torch's own goes
-    on from ours, and a new one of ours from each.
-    """
+    on from ours, and a new one of ours from each."""
     kind, first, last, way = STATES[name]
     data, limit = batches(9), 1e-8 if kind is T.NAdam else 1e-10
 

@@ -33,15 +33,10 @@ def torchrun(directory: Path, node: int, port: int, base: int) -> subprocess.Pop
     """One of two nodes with two processes each."""
     words = ["--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     names = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "PS_TOKEN")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words, "--master-port", str(port), "script.py", str(base)],
-        cwd=directory,
-        env=names,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words += ["--master-port", str(port), "script.py", str(base)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    return subprocess.Popen(command, cwd=directory, env=names, **pipes, text=True)
 
 
 def test_a_job_of_two_nodes(tmp_path: Path) -> None:
@@ -63,8 +58,7 @@ def test_a_job_of_two_nodes(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_the_benchmark_of_pytorch(tmp_path):
     """The network learns with us and with torch RPC, and each way has its figures. Of 100 MB the first gradient leaves
-    before backward ends, in the median of the steps.
-    """
+    before backward ends, in the median of the steps."""
     works = ["step", "large", "cnn", "trace"]
     file, benchmark = tmp_path / "frameworks.json", Path(__file__).resolve().parents[3] / "benchmarks" / "frameworks.py"
     options = [word for work in works for word in ("--work", work)]

@@ -121,8 +121,7 @@ def test_gradients_are_cleared_in_any_way(strategy, clear):
 
 def test_layers_that_come_later_are_trained(pair):
     """Their parameters as with torch alone, their buffers are in checkpoints. A group that is refused changes nothing:
-    with a parameter of another module, with one of none, or with what is none.
-    """
+    with a parameter of another module, with one of none, or with what is none."""
     (module, ours), theirs = pair(torch.nn.Sequential(torch.nn.Linear(4, 4)).double(), torch.optim.Adam, lr=0.01)
     for net, optimizer in ((module, ours), theirs):
         torch.manual_seed(2)
@@ -152,18 +151,10 @@ def test_batches_come_as_they_are(strategy):
     read_only = x.copy()
     read_only.flags.writeable = False
     optimizer = pst.Optimizer(torch.nn.Linear(2, 1), torch.optim.SGD, lr=0.1, strategy=strategy)
-    for given in (
-        torch.from_numpy(x).bfloat16(),
-        torch.from_numpy(x).requires_grad_(),
-        torch.nn.Parameter(torch.from_numpy(x)),
-        torch.from_numpy(x).to(torch.float8_e5m2),
-        torch.from_numpy(x).t().contiguous().t(),
-        x[:, ::-1],
-        x[::-1],
-        x.astype(">f4"),
-        x.astype(">i8"),
-        read_only,
-    ):
+    t = torch.from_numpy(x)
+    tensors = [t.bfloat16(), t.clone().requires_grad_(), torch.nn.Parameter(t), t.to(torch.float8_e5m2)]
+    arrays = [x[:, ::-1], x[::-1], x.astype(">f4"), x.astype(">i8"), read_only]
+    for given in (*tensors, t.t().contiguous().t(), *arrays):
         batch = collections.UserDict(image=given, nested={"names": names, "flag": x[:, 0] > 2})
         (found,) = pst.Loader([batch], optimizer)
         assert isinstance(found, collections.UserDict)

@@ -14,26 +14,21 @@ import numpy as np
 import pytest
 
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.costs import OF_FRAMES, Costs, TransportCosts
+from pstesting.simulation.costs import OF_FRAMES, Costs
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from pswire.api import LeaveRequest, StatusRequest
+from tests.kit import simulated
 from tests.kit.fixtures import Calls
 from tests.kit.internals import ConfigError, Consistency, Core, Task
-from tests.kit.simulated import FREE
+from tests.kit.simulated import FREE, US
 
-US = 1e-6
-
-TRANSPORT = TransportCosts(
-    send=50 * US, send_byte=1e-10, receive=100 * US, receive_byte=2e-10, answer=40 * US, answer_byte=2e-10,
-    take=60 * US, take_byte=1e-10, piece=20 * US, latency=30 * US,
-)  # fmt: skip
-COSTS = replace(
-    FREE, transports={"tcp": TRANSPORT}, step=200 * US, round=300 * US, kernel_byte=1e-10, apply_byte=1e-10, row=1e-7,
-    step_row=1e-7, vote=20 * US, call=50 * US, heartbeat=50 * US, cores=2,
-)  # fmt: skip
+BYTES = {"send_byte": 1e-10, "receive_byte": 2e-10, "answer_byte": 2e-10, "take_byte": 1e-10}
+TRANSPORT = replace(simulated.COSTS.transports["tcp"], **BYTES)
+SIZES = {"kernel_byte": 1e-10, "apply_byte": 1e-10, "row": 1e-7, "step_row": 1e-7}
+COSTS = replace(simulated.COSTS, transports={"tcp": TRANSPORT}, **SIZES, cores=2)
 ROUNDS = 12
 
 

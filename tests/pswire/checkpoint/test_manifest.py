@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, and which of several checkpoints is the newest."""
+"""The manifest of a checkpoint, descriptions of tables in it, and which of several checkpoints is the newest."""
 
 import json
 
@@ -6,24 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.checkpoint.manifest import (
-    Base,
-    Manifest,
-    Saved,
-    Slice,
-    aside,
-    is_aside,
-    latest_in,
-    latest_text,
-    number,
-    rank,
-)
+from pswire.checkpoint import manifest as manifests
+from pswire.checkpoint import strict_json
+from pswire.checkpoint.manifest import Manifest, Saved, Slice
+from pswire.checkpoint.strict_json import Malformed
+from pswire.checkpoint.table_specs import slots_from_json, slots_to_json, spec_from_json, spec_to_json
 from pswire.encoding.calls import CALLS
-from pswire.errors import CheckpointError, DamagedCheckpoint
+from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
 from pswire.model.log import Examples, Position
 from pswire.model.saved import RestoreReply, SavedTable
-from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
+from pswire.model.tables import LFU, CBFFilter, CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.kit import samples
 
 GRPC_MESSAGE = 4 << 20
 """Bytes: more does not travel in one message, where nobody has raised the limit."""
@@ -48,7 +42,7 @@ MANIFESTS = {
         "something 1.0",
     ),
     3: Manifest(1, (), {"w": Saved("", TensorSpec("int8", (6, 2)), "", SLICES)}, library="x"),
-    4: Manifest(3, (), {}, library="x", tables={"users": TABLE}, id="0" * 16, base=Base("ckpt-1", "1" * 16)),
+    4: Manifest(3, (), {}, library="x", tables={"users": TABLE}, id="0" * 16, base=manifests.Base("ckpt-1", "1" * 16)),
 }
 """By their format: of tensors, of one that is cut, and of a table of which only what has changed is there."""
 
@@ -168,11 +162,8 @@ def test_files_are_beside_it(name):
     """Neither a tensor nor a slice nor a size is of a file elsewhere."""
     spec = TensorSpec("int8", (4,))
     sliced = Saved("", spec, "", (Slice(name, "w", 0, 4),))
-    for manifest in (
-        Manifest(0, (), {"w": Saved(name, spec)}),
-        Manifest(0, (), {}, {name: 1}),
-        Manifest(0, (), {"w": sliced}),
-    ):
+    wrong = [Manifest(0, (), {"w": Saved(name, spec)}), Manifest(0, (), {}, {name: 1}), Manifest(0, (), {"w": sliced})]
+    for manifest in wrong:
         with pytest.raises(DamagedCheckpoint, match="outside of its directory"):
             Manifest.parse(manifest.text(), "here")
 
@@ -183,27 +174,28 @@ def test_files_are_beside_it(name):
 ])  # fmt: skip
 def test_names_have_numbers(name, parts):
     """What is no plain number is part of the name. The newest has the greatest; those without are the oldest."""
-    assert number(name) == parts
+    assert manifests.number(name) == parts
     order = ["best", "ckpt", "ckpt-", "a-0", "ckpt-0", "ckpt-2", "ckpt-10", "ckpt-011"]
-    assert sorted(order, key=rank) == order
+    assert sorted(order, key=manifests.rank) == order
 
 
 @given(st.text())
 def test_what_names_the_newest_is_read(name):
     """Whatever its name is."""
-    assert json.loads(latest_text(name)) == {"format": 1, "latest": name}
-    assert latest_in(latest_text(name)) == name
+    text = manifests.latest_text(name)
+    assert json.loads(text) == {"format": 1, "latest": name}
+    assert manifests.latest_in(text) == name
 
 
 def test_what_is_set_aside_has_no_number():
     """It is never the newest, nor older than another one; and two have two names."""
-    first = aside("ckpt-7", ())
-    second = aside("ckpt-7", {first})
+    first = manifests.aside("ckpt-7", ())
+    second = manifests.aside("ckpt-7", {first})
     assert (first, second) == ("ckpt-7.damaged", "ckpt-7.damaged.2")
     for name in (first, second):
-        assert is_aside(name)
-        assert number(name) == (name, -1)
-    assert not any(map(is_aside, ["ckpt-7", "damaged", "ckpt.damaged-7", "ckpt.damaged.x"]))
+        assert manifests.is_aside(name)
+        assert manifests.number(name) == (name, -1)
+    assert not any(map(manifests.is_aside, ["ckpt-7", "damaged", "ckpt.damaged-7", "ckpt.damaged.x"]))
 
 
 BAD_SLICES = {
@@ -223,3 +215,64 @@ def test_slices_that_do_not_make_the_whole_are_told(name):
     with pytest.raises(DamagedCheckpoint, match=r"slice|not an integer"):
         Manifest.parse(json.dumps(text), "here")
     assert Manifest.parse(said, "here").tensors["w"].slices
+
+
+# ---- Descriptions of tables ----
+
+SLOTS = [SlotTensor("m / \u00fc", "float64", (), 0.1 + 0.2), SlotTensor("v", "int8", (2, 3), -1.0)]
+
+
+@pytest.mark.parametrize("spec", [samples.USERS, samples.ITEMS, samples.TAGS, samples.COUNTS, samples.TIMES])
+def test_what_is_written_of_a_table_is_read(spec):
+    """To the last bit, by way of a text: every kind of first values, filters and policies."""
+    assert spec_from_json(strict_json.parse(json.dumps(spec_to_json(spec)))) == spec
+    assert slots_from_json(strict_json.parse(json.dumps(slots_to_json(SLOTS)))) == tuple(SLOTS)
+
+
+SPEC = TableSpec((3,), admission=CBFFilter(2), eviction=LFU(), capacity=1 << 15)
+
+
+@pytest.mark.parametrize("path", list(places(spec_to_json(SPEC))), ids=lambda path: "/".join(map(str, path)) or "all")
+def test_each_field_of_a_table_has_its_type(path):
+    """Whatever else is in its place is refused in few words, or is a table as well."""
+    for other in STRANGE:
+        found, refused = read(replaced(spec_to_json(SPEC), path, other))
+        assert len(refused) < 1000
+        assert found is None or spec_from_json(spec_to_json(found)) == found
+
+
+def read(said):
+    """A table, or why it is none."""
+    try:
+        return spec_from_json(said), ""
+    except (Malformed, InvalidRequest) as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("path", [(), ("admission", "CBFFilter")])
+def test_all_keys_and_no_others(path):
+    """Neither of a table nor of a policy."""
+    whole = spec_to_json(SPEC)
+    inner = whole
+    for key in path:
+        inner = inner[key]
+    for name in inner:
+        with pytest.raises(Malformed, match="are not the keys"):
+            spec_from_json(replaced(whole, path, {key: value for key, value in inner.items() if key != name}))
+    with pytest.raises(Malformed, match="are not the keys"):
+        spec_from_json(replaced(whole, path, inner | {"more": 1}))
+
+
+@pytest.mark.parametrize("name", ["SlotTensor", "LRU", "cbffilter", ""])
+def test_a_policy_is_one_that_is_known(name):
+    """In its place: no other class is made of a name."""
+    with pytest.raises(Malformed, match="is not one of CounterFilter, CBFFilter, ProbabilityFilter"):
+        spec_from_json(spec_to_json(SPEC) | {"admission": {name: {}}})
+
+
+def test_a_slot_that_cannot_be():
+    """By its dtype, its shape, or a value that it cannot hold."""
+    (good,) = slots_to_json([SlotTensor("m", "int8", (2,), 1.0)])
+    for change in ({"dtype": "word"}, {"shape": [0]}, {"value": 1000.0}, {"value": True}, {"name": 3}, {"more": 0}):
+        with pytest.raises((Malformed, InvalidRequest)):
+            slots_from_json([good | change])

@@ -201,11 +201,8 @@ HEARD = [(PEER.index, samples.PEER_INCARNATION), *((PEER.index, vote) for vote i
 def vote_at(stack: ExitStack, address: str) -> None:
     """Another server introduces itself, and votes."""
     connected = threading.Event()
-    core: Any = SimpleNamespace(
-        incarnation=samples.PEER_INCARNATION,
-        meet=lambda server: connected.set(),
-        miss=lambda *args: pytest.fail(str(args)),
-    )
+    told = {"meet": lambda server: connected.set(), "miss": lambda *args: pytest.fail(str(args))}
+    core: Any = SimpleNamespace(incarnation=samples.PEER_INCARNATION, **told)
     peers = Peers(core, ServerConfig(PEER, security=SECURITY))
     stack.callback(peers.close)
     peers.know([Peer(address, INCARNATION)])
@@ -298,9 +295,8 @@ def crowded(stack: ExitStack) -> list[Heard]:
     core = samples.Fixed()
     thread = serve(stack, core, in_flight=16)
     opened(stack, core, thread.address)
-    sample = samples.Sample(
-        "Push", "in parts", (samples.contribution(), samples.small()), samples.reply(samples.small())
-    )
+    pushed = samples.contribution(), samples.small()
+    sample = samples.Sample("Push", "in parts", pushed, samples.reply(samples.small()))
     core.tell(sample)
     core.reader = 8
     client = BareClient(stack, thread._server._transports.port)
@@ -374,11 +370,8 @@ def test_both_ends_of_a_transport_say_the_golden_bytes(name: str) -> None:
 
 
 HEADERS: Mapping[str, type[Protobuf]] = {
-    "PushFrame": pb.PushHeader,
-    "RoundFrame": pb.RoundHeader,
-    "PullFrame": pb.PullHeader,
-    "AskFrame": pb.ExchangeHeader,
-}
+    "PushFrame": pb.PushHeader, "RoundFrame": pb.RoundHeader, "PullFrame": pb.PullHeader, "AskFrame": pb.ExchangeHeader,
+}  # fmt: skip
 
 TRANSPORT_HEADERS: Mapping[int, type[Protobuf]] = {
     MessageKind.HELLO: pb.TransportHello, MessageKind.PUSH: pb.PushHeader, MessageKind.PULL: pb.PullRequest,

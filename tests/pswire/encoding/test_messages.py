@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pswire.api import ApproveRequest, Contribution, PullReply, RoundReply, RowRead
-from pswire.encoding import calls, messages, verbs
+from pswire.encoding import calls, messages, plain_votes, verbs
 from pswire.encoding.calls import CALLS
 from pswire.encoding.mapper import Mapper, MessageCodec
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
@@ -34,16 +34,10 @@ from tests.kit.cases import search
 from tests.kit.samples import ROUND
 
 MAPPED = messages.MAPPER.pairs
-BY_HAND: dict[Any, MessageCodec[Any, Any]] = {
-    Contribution: MessageCodec(
-        pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb
-    ),
-    RoundReply: ROUND,
-    PullReply: MessageCodec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
-    Vote: MessageCodec(
-        pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb
-    ),
-}
+PUSH = MessageCodec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb)
+PULL = MessageCodec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY))
+VOTE = MessageCodec(pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb)
+BY_HAND: dict[Any, MessageCodec[Any, Any]] = {Contribution: PUSH, RoundReply: ROUND, PullReply: PULL, Vote: VOTE}
 PAIRS = MAPPED | BY_HAND
 
 # ---- What a message says ----
@@ -333,3 +327,40 @@ def test_what_fits_is_the_first_batch(sizes: list[int]) -> None:
     sums = [sum(m.ByteSize() for m in messages[:n]) for n in range(len(messages) + 1)]
     assert found == messages[: max(n for n, size in enumerate(sums) if n <= 1 or size <= 40)]
     assert len(made) <= len(found) + 1
+
+
+# ---- Plain votes as packed numbers ----
+
+NUMBERS = st.integers(0, (1 << 64) - 1)
+
+PLAIN = st.builds(
+    Vote, job=NUMBERS, round=NUMBERS, plan_id=st.binary(max_size=40), generation=NUMBERS,
+    attempt=st.integers(0, (1 << 32) - 1), whole=st.frozensets(NUMBERS, max_size=9),
+    closed=st.integers(-1, (1 << 63) - 1),
+)  # fmt: skip
+
+
+@search()
+@given(PLAIN)
+def test_plain_votes_arrive_as_they_were(vote: Vote) -> None:
+    """With any members and numbers."""
+    packed = plain_votes.pack(vote)
+    assert packed is not None
+    assert plain_votes.unpack(packed) == vote
+
+
+@search()
+@given(PLAIN.filter(lambda vote: not vote.plan_id), st.data())
+def test_a_vote_that_is_cut_off_is_refused(vote: Vote, data: st.DataObject) -> None:
+    """Its members would be others."""
+    packed = plain_votes.pack(vote)
+    assert packed is not None
+    with pytest.raises(InvalidRequest, match="is not whole"):
+        plain_votes.unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
+
+
+def test_nothing_is_lost_of_votes_that_say_more() -> None:
+    """A vote with an error, a digest, sums or late contributions is not packed, and neither is a testimony."""
+    plain, *others = samples.VOTES
+    assert plain_votes.pack(plain) is not None
+    assert [plain_votes.pack(each) for each in others] == [None] * 5

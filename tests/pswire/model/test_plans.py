@@ -10,24 +10,13 @@ from hypothesis import strategies as st
 from pswire.encoding import messages
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.limits import PART_BYTES
+from pswire.model import plan as plans
 from pswire.model.changes import Change
 from pswire.model.compression import Codec
 from pswire.model.consistency import ASYNC, SYNC, Consistency
 from pswire.model.hashing import canonical
 from pswire.model.log import Member
-from pswire.model.plan import (
-    Apply,
-    Operand,
-    PlacedVariable,
-    Plan,
-    Reduction,
-    Ref,
-    RestoreCommit,
-    SnapshotOrder,
-    Trim,
-    Turn,
-    VariableSpec,
-)
+from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, RestoreCommit, SnapshotOrder, Trim, Turn
 from pswire.model.program import Input, Node, Program
 from pswire.model.tables import ROWS
 from pswire.model.tensor import TensorSpec
@@ -39,14 +28,11 @@ from tests.kit.rig import WORKERS, scaling
 
 TABLE, NUMBER = TensorSpec("float32", (4, 2)), TensorSpec("float32", ())
 STEP = replace(scaling(TABLE), outputs=())
-DECAY = Program((Input("variable", TABLE), Input("value", TABLE)), (Node("multiply", (0, 1)),), ((0, 2),), ())
-NORM = Program(
-    (Input("variable", TABLE), Input("value", TABLE)),
-    (Node("sum", (1,), (("axis", None), ("keepdims", False))), Node("multiply", (0, 2))),
-    ((0, 3),),
-    (),
-)
-VARIABLES = {n: PlacedVariable(n, VariableSpec(f"v{n}", TABLE), (0,)) for n in range(2)}
+V, X = Input("variable", TABLE), Input("value", TABLE)
+DECAY = Program((V, X), (Node("multiply", (0, 1)),), ((0, 2),), ())
+WHOLE_SUM = Node("sum", (1,), (("axis", None), ("keepdims", False)))
+NORM = Program((V, X), (WHOLE_SUM, Node("multiply", (0, 2))), ((0, 3),), ())
+VARIABLES = {n: plans.PlacedVariable(n, plans.VariableSpec(f"v{n}", TABLE), (0,)) for n in range(2)}
 W, G = Ref("variable", 0), Ref("reduction", 0)
 
 ATTRS = (None, True, 1, 1.0, 0.0, -0.0, float("nan"), float("inf"), 1e16, "", "NaN", "1", (), (1,), (1, 0))
@@ -123,12 +109,7 @@ def test_equal_plans_and_only_they_have_equal_ids(data):
     assert messages.PLAN.from_pb(pb.Plan.FromString(messages.PLAN.to_pb(one).SerializeToString())).id == one.id
 
 
-TWO = Program(
-    (Input("variable", TABLE), *[Input("value", TABLE)] * 2),
-    (Node("multiply", (1, 2)), Node("add", (0, 3))),
-    ((0, 4),),
-    (),
-)
+TWO = Program((V, X, X), (Node("multiply", (1, 2)), Node("add", (0, 3))), ((0, 4),), ())
 OTHER, RATE = Ref("reduction", 1), Ref("operand", 0)
 MIXED, OF_TWO = "cannot mix rows with whole arrays", "it takes those of one gradient"
 UPDATES = {

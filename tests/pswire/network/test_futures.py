@@ -23,10 +23,8 @@ def test_who_waits_gets_the_answer(fails: bool) -> None:
     with pytest.raises(TimeoutError):
         future.result(0.01)
     with ThreadPoolExecutor(2) as pool:
-        alone, beside = (
-            pool.submit(future.exception, SOON),
-            pool.submit(wait, [future, LeanFuture[int]()], SOON, FIRST_COMPLETED),
-        )
+        alone = pool.submit(future.exception, SOON)
+        beside = pool.submit(wait, [future, LeanFuture[int]()], SOON, FIRST_COMPLETED)
         assert not wait([alone, beside], 0.05, FIRST_COMPLETED).done
         error = ValueError("no")
         settle(future, lambda: 1 // 0) if fails else future.set_result(7)

@@ -221,9 +221,16 @@ def test_a_crowded_memory_is_read_by_copies(held: int) -> None:
     assert freed == [place] * 2 + ([0] if held else [])
 
 
+RING = SIZE // 2
+
+
 @given(st.integers(-1, SIZE + LINE), st.integers(1, SIZE + LINE))
 def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
-    """Nor between lines, nor where somebody looks already."""
+    """Nor between lines, nor where somebody looks already; nor across the end of the ring, or between places there."""
+    _, mirror, *_ = shared(RING)
+    for wrong in ((RING - LINE, 2 * LINE), (RING + 1, 1), (SIZE - ALIGN, 2 * ALIGN)):
+        with pytest.raises(InvalidRequest):
+            mirror.read(*wrong)
     _, mirror, freed, _ = shared()
     if place >= 0 and place % LINE == 0 and place + size <= SIZE:
         view = mirror.read(place, size)
@@ -234,9 +241,6 @@ def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
     else:
         with pytest.raises(InvalidRequest):
             mirror.read(place, size)
-
-
-RING = SIZE // 2
 
 
 def test_what_is_reserved_is_read_where_it_is() -> None:
@@ -271,23 +275,11 @@ def test_what_is_not_reserved_is_not_lent() -> None:
     assert ring.lend([memory[RING : RING + ALIGN]]) is None
     memory, place = ring.reserve(4 * ALIGN) or pytest.fail("there is no room")
     whole = memory[place : place + ALIGN]
-    for other in (
-        memoryview(bytes(ALIGN)),
-        memory[:ALIGN],
-        memory[place + 1 : place + ALIGN],
-        memory[place + RING // 2 :],
-    ):
+    others = [memoryview(bytes(ALIGN)), memory[:ALIGN], memory[place + 1 : place + ALIGN], memory[place + RING // 2 :]]
+    for other in others:
         assert ring.lend([other]) is None
     assert ring.lend([whole, memory[place + 2 * ALIGN : place + 3 * ALIGN]]) is None
     assert ring.lend([whole]) == place
-
-
-@pytest.mark.parametrize(("place", "size"), [(RING - LINE, 2 * LINE), (RING + 1, 1), (SIZE - ALIGN, 2 * ALIGN)])
-def test_nothing_is_read_across_the_end_of_the_ring(place: int, size: int) -> None:
-    """Nor between the places behind it, nor behind the segment."""
-    _, mirror, *_ = shared(RING)
-    with pytest.raises(InvalidRequest):
-        mirror.read(place, size)
 
 
 def test_what_a_fork_may_look_at_is_not_freed() -> None:

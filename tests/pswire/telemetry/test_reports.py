@@ -17,18 +17,8 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pswire.cluster import Task
-from pswire.model.log import (
-    Created,
-    Done,
-    Generation,
-    GenerationClosed,
-    Gone,
-    JobStarted,
-    LogEntry,
-    Lost,
-    Member,
-    Snapshotted,
-)
+from pswire.model import log as job_log
+from pswire.model.log import Generation, GenerationClosed, JobStarted, LogEntry, Member, Snapshotted
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import SessionState
 from pswire.model.tensor import TensorSpec
@@ -80,14 +70,8 @@ def test_a_line_says_where_its_process_stands():
     one = record("waits for %s", "worker 0")
     found = said(one)
     assert datetime.fromisoformat(found.pop("time")).timestamp() == pytest.approx(one.created, abs=0.001)
-    assert found == {
-        "level": "warning",
-        "logger": "psserver",
-        "message": "waits for worker 0",
-        "task": "/job:worker/task:1",
-        "round": 12,
-        "session": "1700000000000000002",
-    }
+    who = {"task": "/job:worker/task:1", "round": 12, "session": "1700000000000000002"}
+    assert found == {"level": "warning", "logger": "psserver", "message": "waits for worker 0", **who}
 
 
 def test_whose_call_is_answered_is_said_before_whose_process_it_is():
@@ -269,8 +253,8 @@ def test_each_decision_is_told_once():
     log = Log(BEGUN)
     history = followed(log)
     log.entries += [
-        Created(VARIABLE), Snapshotted(b"p", 5, "run/1"), Snapshotted(b"q", 6, "run/2", "no room"), Gone(1, "was lost"),
-        Lost(0, "it was silent"), Done(),
+        job_log.Created(VARIABLE), Snapshotted(b"p", 5, "run/1"), Snapshotted(b"q", 6, "run/2", "no room"),
+        job_log.Gone(1, "was lost"), job_log.Lost(0, "it was silent"), job_log.Done(),
     ]  # fmt: skip
     history.follow(11.0)
     history.follow(12.0)
@@ -297,10 +281,8 @@ def test_a_life_ends_when_it_was_heard_of_last():
         SessionState(AGAIN, "open", "", 0.5, opened=10.0),
         SessionState(ONE, "open", "", 0.1),
     ]
-    assert lives_of(sessions) == [
-        Life("/job:worker/task:1", False, "lost", 40.0, 12.0),
-        Life("/job:worker/task:1", False, "open", 10.0, 0.0),
-    ]
+    task = "/job:worker/task:1"
+    assert lives_of(sessions) == [Life(task, False, "lost", 40.0, 12.0), Life(task, False, "open", 10.0, 0.0)]
     many = [SessionState(ONE, "failed", "", 1.0, opened=float(n)) for n in range(1, 100)]
     assert [life.began for life in lives_of(many)] == [float(n) for n in range(LIVES, 0, -1)]
 
@@ -308,11 +290,7 @@ def test_a_life_ends_when_it_was_heard_of_last():
 def test_the_time_line_is_said_in_words_as_well():
     """Each bar has a label and cells with the same; generations are marks where their time is known."""
     lives = [Life("/job:worker/task:1", False, "lost", 40.0, 12.0), Life("/job:chief/task:0", True, "open", 20.0, 0.0)]
-    events = [
-        Event(None, "generation", "", BEGUN),
-        Event(90.0, "generation", "", BEGUN),
-        Event(95.0, "loss", "", BEGUN),
-    ]
+    events = [Event(at, what, "", BEGUN) for at, what in ((None, "generation"), (90.0, "generation"), (95.0, "loss"))]
     drawn = time_line(lives, events, 100.0)
     assert 'aria-label="worker-1: from 40 s ago until 12 s ago: lost: no heartbeat"' in drawn
     assert 'aria-label="chief-0 (drives): from 20 s ago until now"' in drawn

@@ -5,23 +5,19 @@ from __future__ import annotations
 import socket
 import time
 
-import numpy as np
 import pytest
 
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler
-from tests.kit.rig import SOON, WORKERS, Job, eventually, serving
+from tests.kit.rig import SOON, Job, eventually, serving
 from tests.kit.telemetry import Served, page_of
 
 
 @pytest.fixture
 def job(tmp_path):
-    """A job with a worker, and a variable."""
+    """A job on one server."""
     with serving("core", 1, tmp_path) as servers:
-        found = Job(servers)
-        (one,) = found.join(WORKERS[0])
-        found.variable(one, np.zeros(4, "float32"))
-        yield found
+        yield Job(servers)
 
 
 def connected(served: Served, data: bytes = b"") -> socket.socket:
