@@ -116,11 +116,18 @@ class KeyedTensor:
         keys: names of the features.
         length_per_key: the size of each feature's bags.
         values: all bags, (B, sum of these sizes).
+        parts: the bags of each feature, of dtypes of their own; None to cut them out of `values`.
     """
 
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor) -> None:
+    def __init__(
+        self,
+        keys: Sequence[str],
+        length_per_key: Sequence[int],
+        values: torch.Tensor,
+        parts: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self._sizes, self._values = dict(zip(keys, length_per_key, strict=True)), values
-        self._parts: dict[str, torch.Tensor] | None = None
+        self._parts = None if parts is None else dict(zip(keys, parts, strict=True))
 
     def keys(self) -> list[str]:
         """Names of the features."""
