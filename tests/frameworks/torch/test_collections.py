@@ -165,6 +165,17 @@ def test_a_jagged_tensor_has_torchrecs_methods():
         made.weights()
 
 
+def test_a_keyed_tensor_has_torchrecs_methods():
+    """Its bags lie side by side in the tensor that it was made of, and have gradients by their names."""
+    values = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    made = pst.KeyedTensor(["a", "b"], [1, 2], values)
+    assert made.values() is values
+    assert made.length_per_key() == [1, 2]
+    assert {name: own.tolist() for name, own in made.to_dict().items()} == {"a": [[0], [3]], "b": [[1, 2], [4, 5]]}
+    (made["a"].sum() + 2 * made["b"].sum()).backward()
+    assert values.grad.tolist() == [[1, 2, 2]] * 2
+
+
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_a_step_of_a_collection_asks_each_server_once(kind):
     """For the rows of all its tables; none at all where the features were named before the last step."""

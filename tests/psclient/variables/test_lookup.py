@@ -55,6 +55,17 @@ def test_no_ids_are_no_rows(ids, shape, size):
     assert np.asarray(rows.gradient(rows.values)).tolist() == [[0.0] * 3] * size
 
 
+def test_who_changes_what_was_found_changes_no_later_lookup():
+    """Of ids that were named ahead, which are grouped once."""
+    v, ids = table(5, 2), np.array([4, 1, 4])
+    v.prefetch(ids)
+    for _ in range(2):
+        rows = v.lookup(ids)
+        assert rows.ids.tolist() == [1, 4]
+        np.testing.assert_array_equal(rows, v.numpy()[ids])
+        rows.ids[:], rows.places[:], rows.values[:] = 0, 0, 0
+
+
 def test_the_gradient_has_each_row_once():
     """As the whole one of `values[inverse]` does, with the array given in it; rows stay as of the lookup."""
     v = table(5, 2)
