@@ -169,8 +169,8 @@ def test_a_task_whose_process_is_gone_is_taken(members):
     ids=["modes", "bounds", "backup workers", "none", "times of grace"],
 )
 def test_one_mode_for_all_who_run_the_script(members, mode, other, words):
-    """And one bound, one number of backup workers, one quorum: another one is refused, with both names; who is alone, or
-    has taken the place of its own task, is not."""
+    """And one bound, one number of backup workers, one quorum: another one is refused, with both names; who is alone,
+    or has taken the place of its own task, is not."""
     chief, one = opened(members, A, drives=True), members.open(Member(A, 0, 1, mode), False, 0, 0.0)[0]
     with pytest.raises(ConfigError, match=words):
         members.open(Member(B, 0, 1, other), False, 0, 0.0)
