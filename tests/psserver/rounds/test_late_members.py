@@ -111,16 +111,6 @@ def test_a_round_is_made_without_the_last(three):
     assert behind.result(SOON).over == 3
 
 
-def test_who_has_caught_up_counts_again(three):
-    """Nothing of what it pushed late is left in the next round."""
-    three.in_time()
-    three.push(three.c)
-    (caught_up,) = three.push(three.c)
-    three.push(three.a)
-    assert caught_up.result(SOON).excluded == (B,)
-    assert three.values == [11 + 101]
-
-
 def test_all_who_are_whole_when_it_runs_count(three):
     """A round that has waited for its plan has all contributions that came meanwhile."""
     other = sum_into(*three.variables, op="mean", returned=False)
@@ -302,14 +292,6 @@ def test_what_comes_late_is_merged_into_the_next_round(one):
     assert one.values == [133]
 
 
-def test_a_member_counts_with_a_late_contribution_and_one_in_time(one):
-    one.in_time()
-    one.push(one.c)
-    one.push(one.a)
-    one.push(one.c)
-    assert one.values == [11 + 1 + 2 * 100]
-
-
 def test_a_round_waits_for_the_others_for_its_time_of_grace(tmp_path):
     """From when it has its quorum on: whoever comes within is in it."""
     late = Late(tmp_path, quorum=2, grace=5.0)
@@ -324,14 +306,6 @@ def test_a_round_waits_for_the_others_for_its_time_of_grace(tmp_path):
     late.clock.now += 5.0
     late.job.servers.tick()
     assert first.result(SOON).excluded == (C,)
-
-
-def test_the_status_names_those_that_a_round_waits_for(tmp_path):
-    one = Late(tmp_path, quorum=2, grace=5.0)
-    one.push(one.a)
-    assert [waiting.missing for waiting in one.cores[0].status().waiting] == [(B, C)]
-    one.push(one.b)
-    assert [waiting.missing for waiting in one.cores[0].status().waiting] == [(C,)]
 
 
 def test_a_resend_of_a_late_contribution_counts_once(one):
@@ -431,8 +405,8 @@ def test_a_late_contribution_may_have_other_operands(one):
     assert one.values == [-11 - 111 / 2]
 
 
-@pytest.mark.parametrize(("nonfinite", "values"), [("skip", [22]), ("raise", [22])])
-def test_nan_in_a_late_contribution_is_that_of_the_round_it_is_merged_into(one, nonfinite, values):
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_nan_in_a_late_contribution_is_that_of_the_round_it_is_merged_into(one, nonfinite):
     """Nothing of that round is applied, and the next one has it no more."""
     plan = one.job.approve(replace(one.plan, nonfinite=nonfinite), one.a)
     one.in_time(plan=plan)
@@ -443,7 +417,7 @@ def test_nan_in_a_late_contribution_is_that_of_the_round_it_is_merged_into(one, 
         assert isinstance(futures[0].exception(SOON), NonfiniteError)
     assert futures[0].done()
     one.in_time(plan=plan)
-    assert one.values == values
+    assert one.values == [22]
 
 
 def test_a_late_contribution_that_does_not_fit_is_refused_alone(one):

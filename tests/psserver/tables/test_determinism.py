@@ -7,12 +7,9 @@ import gc
 import threading
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from psserver.tables import frozen, frozen_tensors
 from psserver.tables.frozen import FrozenRows
@@ -40,7 +37,6 @@ from pswire.model.tables import (
     TimeToLive,
 )
 from pswire.model.tensor import address_of
-from tests.kit.cases import search
 from tests.kit.storage import disk, on_small_disk
 from tests.kit.tables import State, Table, compiled, joined, state_of
 
@@ -125,32 +121,6 @@ def test_a_table_is_a_function_of_its_rounds(name, rounds):
     assert one.evicted > 1000
     assert (one.refused > 0) == (spec.admission is not None)
     assert (one.evicted, one.refused) == (other.evicted, other.refused)
-
-
-BATCHES = st.lists(
-    st.tuples(st.integers(0, 3000), st.sampled_from([50, 2000, 1 << 62]), st.sampled_from(["commit", "undo"])),
-    min_size=1,
-    max_size=8,
-)
-
-
-@given(batches=BATCHES, name=st.sampled_from([*SPECS, "all"]), dtype=st.sampled_from(["float16", "float32", "float64"]))
-@search(0.2)
-def test_new_rows_are_the_same_arrays(batches, name, dtype):
-    """Compiled or not: slots, rows, and what is known of them, while an index grows; also after rounds that failed."""
-    spec = replace(SPECS.get(name, TableSpec((2,), initializer=Normal())), dtype=dtype)
-    one, other = Table(spec, TENSORS, native=compiled()), Table(spec, TENSORS)
-    for round, (size, many, ends) in enumerate(batches, 1):
-        rng = np.random.default_rng(size)
-        keys, times = rng.integers(0, many, size), rng.integers(1, 4, size)
-        opened = [table.begin(round, keys, times) for table in (one, other)]
-        for name in ("slots", "new"):
-            assert getattr(opened[0], name).tolist() == getattr(opened[1], name).tolist()
-        for table in (one, other):
-            table.commit(10.0 * round) if ends == "commit" else table.undo()
-        assert one._contents.rows.books.tobytes() == other._contents.rows.books.tobytes()
-        assert [array.tobytes() for array in one.arrays] == [array.tobytes() for array in other.arrays]
-    assert one.state().equals(other.state())
 
 
 @pytest.mark.parametrize("policy", [GlobalStepEvict(3), L2WeightEvict(0.1)], ids=["steps", "norm"])
