@@ -269,6 +269,15 @@ def test_a_snapshot_is_of_the_whole_round(job, two, three):
 # ---- Members that are lost ----
 
 
+def test_who_is_lost_before_a_round_begins_has_no_part_in_it(job, two, three, plan):
+    """However much of its contribution has come: nothing was done with it."""
+    gone = Sending(two[1], plan, full(10, 20, 30)).come(2 * LIMIT)
+    job.close([two[0].member])
+    assert isinstance(failure(gone.reply), Fenced)
+    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(rig.SOON)
+    assert (reply.excluded, wanted(reply, three)) == ((B,), [1, 2, 3])
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize(
     ("came", "lost"),
