@@ -318,9 +318,16 @@ DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
 CHUNK = 16 << 10
 
 
-def _literal(name: str, value: str) -> bytes:
-    """A header, neither indexed nor compressed."""
-    return b"".join([b"\0", *(bytes([len(text)]) + text.encode() for text in (name, value))])
+def frame(kind: int, flags: int = 0, stream: int = 0, body: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
+
+
+def call_headers(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
+    """The headers of a call of a method, neither indexed nor compressed."""
+    said = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
+    said += [("te", "trailers"), ("content-type", "application/grpc"), *more]
+    return b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in each) for each in said)
 
 
 class Stranger:
@@ -343,17 +350,15 @@ class Stranger:
         self._left: dict[int, int] = {}
         self._window: dict[int, int] = {}
         self._initial = self._connection = 65535
-        self._out = bytearray(PREFACE + _frame(SETTINGS, 0, 0))
+        self._out = bytearray(PREFACE + frame(SETTINGS, 0, 0))
         self._in = bytearray()
         self.sent = 0
 
     def begin(self, streams: int) -> None:
         """Begins messages."""
-        said = [(":method", "POST"), (":scheme", "http"), (":path", self._path), (":authority", "x")]
-        said += [("te", "trailers"), ("content-type", "application/grpc")]
-        block = b"".join(_literal(*header) for header in said)
+        block = call_headers(self._path)
         for number in range(1 + 2 * len(self._left), 1 + 2 * (len(self._left) + streams), 2):
-            self._out += _frame(HEADERS, 4, number, block)
+            self._out += frame(HEADERS, 4, number, block)
             self._left[number] = self._size + 4  # of five bytes that say its size, and all but one of its own
             self._window[number] = self._initial
 
@@ -372,7 +377,7 @@ class Stranger:
                 first = left == self._size + 4
                 body = struct.pack(">BI", 0, self._size) if first else b""
                 body += b"\0" * (size - len(body))
-                self._out += _frame(DATA, 0, number, body)
+                self._out += frame(DATA, 0, number, body)
                 self._left[number] -= len(body)
                 self._window[number] -= len(body)
                 self._connection -= len(body)
@@ -410,9 +415,9 @@ class Stranger:
                 if key == 4:
                     grown, self._initial = value - self._initial, value
                     self._window = {number: each + grown for number, each in self._window.items()}
-            self._out += _frame(SETTINGS, 1, 0)
+            self._out += frame(SETTINGS, 1, 0)
         elif kind == PING and not flags & 1:
-            self._out += _frame(PING, 1, 0, body)
+            self._out += frame(PING, 1, 0, body)
         elif kind == WINDOW_UPDATE:
             (more,) = struct.unpack(">I", body)
             if stream:

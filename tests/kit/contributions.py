@@ -226,7 +226,7 @@ class Voters:
         count: how many they are.
         limits: of the memory of each; none where it is left out.
         submit: what does their array work; by default the caller's thread does.
-        job: makes the job on them.
+        copied: True if each has the copies of the one before it.
 
     Attributes:
         clock, cores, job: what they are, and the job on them.
@@ -240,13 +240,13 @@ class Voters:
         count: int = 2,
         limits: Sequence[int] = (),
         submit: Callable[..., object] = at_once,
-        job: Callable[[Servers], Job] = Job,
+        copied: bool = False,
     ) -> None:
         self.clock, self.votes = Clock(), list[tuple[int, int, Vote]]()
         self.cores = [core(n, 0, limits[n] if limits else 0, root, self.clock, submit) for n in range(count)]
         for number, one in enumerate(self.cores):
             one.others = Mail(number, self.votes)
-        self.job = job(Servers(list(self.cores), self.cores, self.clock, root, False))
+        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False), copied)
         self.variables: list[PlacedVariable] = []
 
     def hear(self, change: Callable[[Vote], Sequence[Vote]] = lambda vote: [vote]) -> None:

@@ -228,11 +228,13 @@ class Job:
 
     Args:
         servers: where.
+        copied: True if each server has the copies of the one before it.
     """
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, copied: bool = False) -> None:
         self.servers = servers
         self.verbs = servers.verbs
+        self._copied = copied
         self.begin()
 
     def begin(self) -> inside.JobStarted:
@@ -242,7 +244,9 @@ class Job:
         self.generation = inside.Generation(0, ())
         self.variables: list[PlacedVariable] = []
         addresses = tuple(one.address for one in self.verbs if isinstance(one, inside.RemoteServer))
-        entry = inside.JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores), addresses=addresses)
+        incarnations = tuple(one.incarnation for one in self.servers.cores)
+        copies = tuple((n + 1) % len(incarnations) for n in range(len(incarnations))) if self._copied else ()
+        entry = inside.JobStarted(self.token, incarnations, addresses=addresses, copies=copies)
         for server in self.verbs:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry

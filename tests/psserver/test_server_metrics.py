@@ -28,12 +28,6 @@ A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
 
 
-@pytest.fixture
-def job(tmp_path):
-    with serving("core", 1, tmp_path) as servers:
-        yield Job(servers)
-
-
 def page(job: Job) -> Page:
     registry = CollectorRegistry()
     (core,) = job.servers.cores[:1]
@@ -107,8 +101,7 @@ def test_kernels_are_counted_and_timed(job):
     well. So are variables that live here, and their memory."""
     (one,) = job.join(A)
     small = job.approve(sum_into(job.variable(one, np.zeros(4, "float32"))), one)
-    together(one.push(small, [np.ones(4)]))
-    one.round += 1
+    one.make(small, [np.ones(4)])
     found = page(job)
     assert found("server_programs_interpreted_total") == 1
     assert found("server_kernels_compiled_total", outcome="compiled") == 0
@@ -117,8 +110,7 @@ def test_kernels_are_counted_and_timed(job):
     compiler = compiler_of(job.servers.cores[0])
     compiler._folder = ""  # in which another test may have kept the same
     for _ in range(4):
-        together(one.push(plan, [np.ones(1 << 16)]))
-        one.round += 1
+        one.make(plan, [np.ones(1 << 16)])
         compiler.wait()
     found = page(job)
     assert found("server_kernels_compiled_total", outcome="compiled") == 1
@@ -136,11 +128,9 @@ def test_staleness_is_what_others_did_since_the_read(job):
     plan = job.approve(sum_into(variable), one)
     job.value(one, variable)
     for _ in range(3):
-        together(two.push(plan, [np.ones(4)]))
-        two.round += 1
-    together(one.push(plan, [np.ones(4)]))
-    one.round += 1
-    together(one.push(plan, [np.ones(4)]))
+        two.make(plan, [np.ones(4)])
+    for _ in range(2):
+        one.make(plan, [np.ones(4)])
     found = page(job)
     assert found("server_staleness_rounds_count") == 5
     assert found("server_staleness_rounds_sum") == 3

@@ -55,9 +55,7 @@ def job_on(root, copied=False, **keys) -> Iterator[tuple[rig.Job, rig.Servers]]:
 
 def order(job, worker, path="ckpt-1"):
     """A round that orders a checkpoint, and a chief that asks for the shard."""
-    plan = job.approve(rig.checkpoint(path, (0,)), worker)
-    rig.together(worker.push(plan))
-    worker.round += 1
+    plan = job.order(worker, path)
     return plan, job.verbs[0].snapshot(job.token, plan.id, "")
 
 

@@ -54,6 +54,14 @@ def saved_thrice(root, spec, count=1, **values):
     return job, states
 
 
+def saved_once(root, count=1):
+    """A job that has saved a checkpoint, "a"."""
+    job = Servers.made(root, COUNTING, count)
+    job.train(np.random.default_rng(0))
+    job.save("a")
+    return job
+
+
 @pytest.mark.parametrize(
     ("name", "source"), [pytest.param("counter", 1, marks=pytest.mark.ci), *((name, 3) for name in SPECS)]
 )
@@ -69,11 +77,9 @@ def test_any_number_of_servers_restores_it(tmp_path, name, source):
     assert other.state().equals(job.state())
 
 
-def test_safetensors_alone_reads_it(tmp_path, rng):
+def test_safetensors_alone_reads_it(tmp_path):
     """What the files have by one name, one behind another, is the whole, in the order of the hashes."""
-    job = Servers.made(tmp_path, COUNTING, 3)
-    job.train(rng)
-    job.save("a")
+    job = saved_once(tmp_path, 3)
     files = [load_file(path) for path in sorted((tmp_path / "a").glob("shard-*"))]
     found = {name: np.concatenate([file[name] for file in files if name in file]) for name in files[0]}
     state = job.state()
@@ -246,11 +252,9 @@ def test_what_is_left_of_a_base_is_checked(tmp_path):
         [*chain.from_iterable(column.pieces() for column in whole_columns(saved))]
 
 
-def test_a_delta_has_a_base(tmp_path, rng):
+def test_a_delta_has_a_base(tmp_path):
     """One that is not there, or is itself, is refused before the manifest is written."""
-    job = Servers.made(tmp_path, COUNTING)
-    job.train(rng)
-    job.save("a")
+    job = saved_once(tmp_path)
     job.rounds["nothing"] = job.rounds["a"]
     for name, base in (("b", "nothing"), ("a", "a")):
         with pytest.raises(CheckpointError, match=r"nothing|itself"):
@@ -286,11 +290,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("change", WRONG)
-def test_a_table_that_cannot_be_is_damaged(tmp_path, rng, change):
+def test_a_table_that_cannot_be_is_damaged(tmp_path, change):
     """Though each file is as its manifest says."""
-    job = Servers.made(tmp_path, COUNTING)
-    job.train(rng)
-    job.save("a")
+    job = saved_once(tmp_path)
     rewritten(tmp_path, "a", WRONG[change])
     with pytest.raises((DamagedCheckpoint, VariableMismatch), match="users"):
         job.restored("a", 2)
@@ -372,20 +374,16 @@ def test_a_table_becomes_an_array(tmp_path, rng):
         ({}, {"beside": {SLOTS[0].name: "other"}}, r"no variable 'other'; it has .*adam/users/m, adam/users/v, users$"),
     ],
 )
-def test_a_table_of_another_kind_is_refused(tmp_path, rng, change, wanted, told):
+def test_a_table_of_another_kind_is_refused(tmp_path, change, wanted, told):
     """The error names both. So are names that do not belong together: rows, and what lies beside others."""
-    job = Servers.made(tmp_path, COUNTING)
-    job.train(rng)
-    job.save("a")
+    job = saved_once(tmp_path)
     with pytest.raises(CheckpointError if "other" in told else VariableMismatch, match=told):
         job.restored("a", 1, replace(COUNTING, **change), **wanted)
 
 
 def test_a_table_is_cast_and_has_other_policies(tmp_path, rng):
     """What is not of keys and rows may be another: filters and limits are those of the table that is restored."""
-    job = Servers.made(tmp_path, COUNTING)
-    job.train(rng)
-    job.save("a")
+    job = saved_once(tmp_path)
     spec = tables.TableSpec((2,), "float64", capacity=tables.MIN_CAPACITY, seed=5)
     found = job.restored("a", 2, spec, cast=True)
     state = job.state()

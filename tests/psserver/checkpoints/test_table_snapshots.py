@@ -21,7 +21,7 @@ from pswire.model.log import Snapshotted
 from pswire.model.tables import Constant, TableSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
-from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, eventually, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, core, eventually, together
 from tests.kit.tables import remove, state_of
 from tests.psserver.checkpoints.test_checkpoint_memory import Gate, job_on
 
@@ -59,10 +59,7 @@ class Job1:
 
     def order(self, path, base=""):
         """Makes a round that orders a checkpoint; returns its plan, and the shard that comes."""
-        plan = checkpoint(path, (0,), json.dumps({"base": base}), self.worker.round)
-        self.job.approve(plan, self.worker)
-        together(self.worker.push(plan))
-        self.worker.round += 1
+        plan = self.job.order(self.worker, path, json.dumps({"base": base}))
         return plan, self.job.verbs[0].snapshot(self.job.token, plan.id, "")
 
     def finish(self, plan, shard, error=""):
@@ -210,9 +207,7 @@ def test_parts_of_asynchronous_jobs_may_be_of_different_rounds(tmp_path):
             found = state_of(each.freeze(-1))
             assert (found.keys.tolist(), found.tensors[0].tolist()) == (old.keys.tolist(), old.tensors[0].tolist())
         train(1, 1)
-        plan = checkpoint("run/ckpt-2", (0, 1), json.dumps({"base": "ckpt-1"}), worker.round)
-        job.approve(plan, worker)
-        together(*(worker.push(plan, server=server) for server in range(2)))
+        plan = job.order(worker, "run/ckpt-2", json.dumps({"base": "ckpt-1"}))
         shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
         assert [(shard.tables[0].since, shard.tables[0].round) for shard in shards] == [(5, 5), (5, 6)]
         for one in cores:

@@ -13,13 +13,7 @@ from psserver.effects import settle
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, ServerLost
-from tests.kit.rig import SOON, Job, serving
-
-
-@pytest.fixture
-def job(tmp_path):
-    with serving("core", 1, tmp_path) as servers:
-        yield Job(servers)
+from tests.kit.rig import SOON
 
 
 def members(job, count, **how):

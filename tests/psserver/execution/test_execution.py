@@ -63,26 +63,6 @@ def test_a_round_reduces_applies_and_gives():
     assert (outcome.assigned, outcome.wanted) == ({}, {})
 
 
-def test_a_server_does_its_own_part():
-    """What a plan does elsewhere is neither read nor given here; results keep their numbers."""
-    far = PlacedVariable(2, VariableSpec("far", NUMBER), (1,))
-    plan = sum_into(far, V)
-    parts = [part(0, plan, [100, 5], server=0)]
-    outcome = run(plan, parts, {0: np.array(1)})
-    assert {id: int(value) for id, value in outcome.assigned.items()} == {0: 6}
-    assert [int(value) for value in outcome.given] == [5]
-
-
-def test_weights_count_in_the_mean():
-    """A weight of 0 leaves out its bytes; those of the others are found all the same."""
-    reductions = tuple(Reduction("mean", PAIR, (0,)) for _ in range(2))
-    plan = Plan(reductions, returned=(Ref("reduction", 0), Ref("reduction", 1)))
-    ones, twos = [1.0, 1.0], [2.0, 2.0]
-    parts = [part(0, plan, [ones, twos], weights=(0.0, 3.0)), part(1, plan, [twos, ones], weights=(1.0, 1.0))]
-    first, second = run(plan, parts, {}).given
-    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [0.75, 0.75])
-
-
 def test_what_is_assigned_is_its_own():
     """A plain copy of what came over the network keeps no message alive, and of another variable no alias."""
     copy = Program((Input("variable", PAIR), Input("value", PAIR)), (), ((0, 1),), (1,))
@@ -232,16 +212,6 @@ def test_what_overflows_or_is_undefined_is_silent(op, recwarn):
     assert np.isnan(found[0])
     assert np.isinf(found[1])
     assert not recwarn.list
-
-
-def test_the_first_contribution_that_is_there_counts():
-    """Of replica 0's, or if its process is lost of the next one's, whole and alone."""
-    spec = TensorSpec("float32", (3,))
-    there = [np.full(3, value, "float32") for value in (5.0, 7.0)]
-    given = [(0.0, []), *((1.0, [array]) for array in there)]
-    assert reduce("first", spec, given).tolist() == [5.0] * 3
-    assert reduce("first", spec, given[1:]).tolist() == [5.0] * 3
-    assert reduce("first", spec, given[2:]).tolist() == [7.0] * 3
 
 
 SCALAR, INTEGERS = TensorSpec("float32", ()), TensorSpec("int64", (2,))

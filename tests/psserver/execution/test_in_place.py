@@ -20,7 +20,7 @@ from psserver.state.variables import Store
 from psserver.values.dense import Dense
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
-from pswire.model.program import Input, Node, Program
+from pswire.model.program import Node
 from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.network.parts import parts_of
 from pswire.network.payload import Payload
@@ -165,14 +165,6 @@ def test_what_is_given_back_is_not_the_variables_own_memory(kernels):
     assert value[0] == 1.0
     for array in found.given:
         assert not any(np.shares_memory(array, other) for other in (value, found.assigned[0]))
-
-
-def test_two_names_for_one_variable_are_interpreted(kernels):
-    both = Program((Input("variable", SPEC),) * 2, (Node("add", (0, 1)),), ((0, 2),), ())
-    plan = Plan((), (), (both,), (Apply(0, (0,), (Ref("variable", 0),) * 2),))
-    job = warmed(kernels, job_of(plan, [[]]), {0: ones()[0]})
-    assert run(job, kernels, {0: ones()[0]}, frozenset([0])).assigned[0].tolist() == [2.0] * N
-    assert kernels.compiler.texts == ()
 
 
 @pytest.fixture

@@ -43,12 +43,6 @@ def limit(monkeypatch):
 
 
 @pytest.fixture
-def job(tmp_path: Path):
-    with rig.serving("core", 1, tmp_path) as servers:
-        yield rig.Job(servers)
-
-
-@pytest.fixture
 def two(job):
     return job.join(A, B)
 

@@ -23,30 +23,20 @@ from pswire.cluster import Task
 from pswire.encoding.verbs import SERVICE, VERBS, Verb
 from pswire.errors import ServerLost
 from pswire.security.identity import Security
-from tests.kit.rig import SOON, WORKERS, Job, core, sum_into
-from tests.kit.rig import serving as serving_core
+from tests.kit.attacks import DATA, HEADERS, PING, PREFACE, SETTINGS, call_headers, frame
+from tests.kit.rig import SOON, WORKERS, core, sum_into
 
 SECONDS = 20.0
 """How long a test waits for what takes a fraction of a second."""
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, PING, GOAWAY = 0, 1, 4, 6, 7
-ACK, END_HEADERS = 1, 4
+ACK, END_HEADERS, GOAWAY = 1, 4, 7
 PINGS = 50
-
-
-def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
 def half_a_push() -> bytes:
     """A call that announces a message of 1000 bytes, and ten of them."""
-    headers = {":method": "POST", ":scheme": "http", ":path": VERBS["Push"].path, ":authority": "x"}
-    headers |= {"te": "trailers", "content-type": "application/grpc"}
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    block = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in pairs)
     message = b"\0" + (1000).to_bytes(4, "big") + bytes(10)
-    return frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, 0, 1, message)
+    return frame(HEADERS, END_HEADERS, 1, call_headers(VERBS["Push"].path)) + frame(DATA, 0, 1, message)
 
 
 class Peer:
@@ -115,7 +105,7 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
             peer.writer.write(half_a_push())
             await begun.wait()
             for _ in range(answered):
-                peer.writer.write(frame(PING, ACK, payload=await peer.next_ping()))
+                peer.writer.write(frame(PING, ACK, body=await peer.next_ping()))
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
                 while True:
                     await peer.hear()
@@ -133,7 +123,7 @@ def test_a_client_may_ping_as_often_as_it_likes() -> None:
         async with connected() as peer:
             for count in range(PINGS):
                 ping = count.to_bytes(8, "big")
-                peer.writer.write(frame(PING, payload=ping))
+                peer.writer.write(frame(PING, body=ping))
                 while (heard := await peer.hear()) != (PING, ACK, ping):
                     assert heard[0] != GOAWAY, heard
 
@@ -227,18 +217,16 @@ def test_a_server_describes_itself():
     serving(test)
 
 
-def test_a_core_with_half_a_round_is_not_well(tmp_path, monkeypatch):
+def test_a_core_with_half_a_round_is_not_well(job, monkeypatch):
     """It refuses every call from then on, until the job begins anew: who probes it is told. Nor is one well that nobody
     looks at, by its own clock; a look ends that."""
-    with serving_core("core", 1, tmp_path) as servers:
-        job, (one,) = Job(servers), servers.cores
-        (worker,) = job.join(WORKERS[0])
-        plan = job.approve(sum_into(job.variable(worker, np.zeros(2, "float32"))), worker)
-        one._clock.now += sessions.STILL_SECONDS
-        assert not one.well()
-        one.tick()
-        assert one.well()
-        monkeypatch.setattr(one.machine.job.store, "commit", lambda *args: 1 / 0)
-        with pytest.raises(ServerLost):
-            worker.push(plan, [np.ones(2, "float32")]).result(SOON)
-        assert not one.well()
+    (one,), (worker,) = job.servers.cores, job.join(WORKERS[0])
+    plan = job.approve(sum_into(job.variable(worker, np.zeros(2, "float32"))), worker)
+    one._clock.now += sessions.STILL_SECONDS
+    assert not one.well()
+    one.tick()
+    assert one.well()
+    monkeypatch.setattr(one.machine.job.store, "commit", lambda *args: 1 / 0)
+    with pytest.raises(ServerLost):
+        worker.push(plan, [np.ones(2, "float32")]).result(SOON)
+    assert not one.well()

@@ -30,14 +30,14 @@ from psserver.network import unix_socket
 from psserver.network.client_memory import ClientMemory
 from pswire.encoding import plain_votes
 from pswire.encoding.verbs import parse, refusal_from_pb
-from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
 from pswire.network.shared_memory import CLIENT_BYTES, SEALS
 from pswire.network.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, MessageKind
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers.votes import Vote
 from tests.kit import transports
 from tests.kit.cases import search
-from tests.kit.rig import SOON
+from tests.kit.rig import SOON, Worker
 from tests.kit.transports import Hand, Site, eventually, mappings
 
 SMALL = 64
@@ -71,6 +71,20 @@ def readable(sock: socket.socket) -> bool:
 
 def member(stack: ExitStack, site: Site, name: str) -> Hand:
     return hand(stack, site, name).welcomed(site.workers[-1].session, site.transports)
+
+
+def pulling(site: Site, waits: bool = False, worker: Worker | None = None) -> bytes:
+    """The header of a pull of all variables, by the last member if nobody is named; one may wait for its next round."""
+    worker = worker or site.workers[-1]
+    ids, after = [variable.id for variable in site.variables], worker.round if waits else -1
+    return pb.PullRequest(session=worker.session, variables=ids, after=after).SerializeToString()
+
+
+def refusal(guest: Hand) -> tuple[int, PSError]:
+    """Hears a refusal: of which call, and why."""
+    message = guest.hear()
+    assert message.kind is MessageKind.REFUSAL
+    return message.call, refusal_from_pb(parse(pb.Refusal, message.header))
 
 
 # ---- Who is let in ----
@@ -174,14 +188,11 @@ def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: st
     here, last = site.workers
     header, parts = guest.push(site, here, 1)
     guest.say(MessageKind.PUSH, 1, header, data=parts[0][1])
-    request = pb.PullRequest(session=here.session, variables=[site.variables[0].id], after=-1)
-    guest.say(MessageKind.PULL, 2, request.SerializeToString())
+    guest.say(MessageKind.PULL, 2, pulling(site, worker=here))
     for call in (1, 2):
-        answer = guest.hear()
-        assert (answer.kind, answer.call) == (MessageKind.REFUSAL, call)
-        assert isinstance(refusal_from_pb(parse(pb.Refusal, answer.header)), Fenced)
-    request.session = last.session
-    guest.say(MessageKind.PULL, 3, request.SerializeToString())
+        refused, error = refusal(guest)
+        assert (refused, type(error)) == (call, Fenced)
+    guest.say(MessageKind.PULL, 3, pulling(site))
     assert guest.hear().kind is MessageKind.ANSWER
     guests = [member(stack, site, name) for _ in range(connection_of.MAX_CONNECTIONS + 2)]
     assert len(site.open([last.session])) <= connection_of.MAX_CONNECTIONS
@@ -253,7 +264,7 @@ def test_a_failed_push_is_refused_by_its_header(stack: ExitStack, site: Site, na
     guest.say(MessageKind.PUSH, 1, header if limit == 100 else b"\xff" * 9, data=data if limit == 100 else b"")
     for _ in range(20):
         guest.say(MessageKind.PART, 1, data=data)
-    error = refusal_from_pb(parse(pb.Refusal, guest.hear().header))
+    _, error = refusal(guest)
     assert isinstance(error, MemoryLimit if limit == 100 else InvalidRequest)
     assert not readable(guest.sock)
     site.transports.max_payload_bytes = 1 << 40
@@ -275,39 +286,31 @@ def test_the_memory_of_a_refused_push_is_free_again(stack: ExitStack) -> None:
 def test_calls_under_way_are_bounded(stack: ExitStack, site: Site, name: str) -> None:
     """What is too much is refused, and the transport stays; answers make room."""
     guest = member(stack, site, name)
-    worker = site.workers[-1]
-    late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
     for call in range(connection_of.MAX_CALLS + 2):
-        guest.say(MessageKind.PULL, call, late.SerializeToString())
-    header, parts = guest.push(site, worker, 2)
+        guest.say(MessageKind.PULL, call, pulling(site, waits=True))
+    header, parts = guest.push(site, site.workers[-1], 2)
     guest.say(MessageKind.PUSH, 1000, header, data=parts[0][1])
     for call in (connection_of.MAX_CALLS, connection_of.MAX_CALLS + 1, 1000):
-        refused = guest.hear()
-        assert (refused.kind, refused.call) == (MessageKind.REFUSAL, call)
-        error = refusal_from_pb(parse(pb.Refusal, refused.header))
-        assert isinstance(error, InvalidRequest)
-        assert str(connection_of.MAX_CALLS) in error.message
+        refused, error = refusal(guest)
+        assert (refused, type(error)) == (call, InvalidRequest)
+        assert str(connection_of.MAX_CALLS) in str(error)
     site.round()
     assert sorted(guest.hear().call for _ in range(connection_of.MAX_CALLS)) == [*range(connection_of.MAX_CALLS)]
-    late.after = -1
-    guest.say(MessageKind.PULL, 2000, late.SerializeToString())
-    assert (guest.hear().call) == 2000
+    guest.say(MessageKind.PULL, 2000, pulling(site))
+    assert guest.hear().call == 2000
 
 
 def test_what_comes_while_a_server_ends_is_refused(stack: ExitStack, name: str) -> None:
     """As what waits is: at once, and whatever grace is given to answers under way."""
     site = Site(stack, name, elements=SMALL)  # type: ignore[arg-type]
-    worker = site.workers[-1]
     guest = member(stack, site, name)
-    late = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=worker.round)
-    guest.say(MessageKind.PULL, 1, late.SerializeToString())
+    guest.say(MessageKind.PULL, 1, pulling(site, waits=True))
     eventually(lambda: site.core.machine.job.reads.calls)
     site.thread._loop.call_soon_threadsafe(site.thread._server._service.close)
-    header, parts = guest.push(site, worker, 2)
+    header, parts = guest.push(site, site.workers[-1], 2)
     for call in (1, 2):
-        refused = guest.hear()
-        assert (refused.kind, refused.call) == (MessageKind.REFUSAL, call)
-        assert isinstance(refusal_from_pb(parse(pb.Refusal, refused.header)), ServerLost)
+        refused, error = refusal(guest)
+        assert (refused, type(error)) == (call, ServerLost)
         guest.say(MessageKind.PUSH, 2, header, data=parts[0][1])
 
 
@@ -388,9 +391,7 @@ def test_files_that_come_later_are_nobodys(stack: ExitStack) -> None:
     site = Site(stack, "shm", elements=SMALL)
     guest = stack.enter_context(Hand(site.transports, "shm", nbytes=4096))
     guest.welcomed(site.workers[-1].session, site.transports)
-    session = site.workers[-1].session
-    request = pb.PullRequest(session=session, variables=[site.variables[0].id], after=-1).SerializeToString()
-    before = len(os.listdir("/proc/self/fd"))
+    request, before = pulling(site), len(os.listdir("/proc/self/fd"))
     for call in range(20):
         mine = [os.dup(0) for _ in range(10)]
         socket.send_fds(guest.sock, [HEAD.pack(MessageKind.PULL, len(request), call, 0, 0, INLINE) + request], mine)
@@ -411,8 +412,7 @@ def test_clients_cannot_write_where_answers_are(stack: ExitStack) -> None:
     """They all read the same memory: neither a mapping, nor the file, nor a new opening of it writes."""
     site = Site(stack, "shm", elements=1 << 16)
     guest = member(stack, site, "shm")
-    request = pb.PullRequest(session=site.workers[-1].session, variables=[site.variables[0].id], after=-1)
-    guest.say(MessageKind.PULL, 1, request.SerializeToString())
+    guest.say(MessageKind.PULL, 1, pulling(site))
     answer = guest.hear()
     assert answer.place != INLINE
     file, size = guest.outbox, os.fstat(guest.outbox).st_size
@@ -455,11 +455,8 @@ def test_a_client_that_goes_frees_what_it_was_told_of(stack: ExitStack) -> None:
     ring, _ = site.transports.outbox()
     for _ in range(3):
         guest = member(stack, site, "shm")
-        session = site.workers[-1].session
-        late = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=site.workers[-1].round)
-        now = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1)
-        guest.say(MessageKind.PULL, 1, late.SerializeToString())
-        guest.say(MessageKind.PULL, 2, now.SerializeToString())
+        guest.say(MessageKind.PULL, 1, pulling(site, waits=True))
+        guest.say(MessageKind.PULL, 2, pulling(site))
         assert guest.hear().place != INLINE
         before = len(site.transports.connections)
         guest.sock.close()
@@ -472,8 +469,7 @@ def test_a_client_that_goes_frees_what_it_was_told_of(stack: ExitStack) -> None:
 def test_who_asks_without_reading_is_not_listened_to(stack: ExitStack, site: Site, name: str) -> None:
     """Answers that nobody takes are bounded, and the others are served."""
     guest = member(stack, site, name)
-    session = site.workers[-1].session
-    request = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1).SerializeToString()
+    session, request = site.workers[-1].session, pulling(site)
     head = HEAD.pack(MessageKind.PULL, len(request), 0, 0, 0, INLINE)
     guest.sock.settimeout(0.5)
     asks = (head + request) * 1000
@@ -517,13 +513,6 @@ def test_a_loud_client_does_not_drown_the_others(stack: ExitStack, site: Site, n
         thread.join()
 
 
-def waiting(site: Site) -> bytes:
-    """The header of a pull that waits for the last member's next round."""
-    worker = site.workers[-1]
-    ids = [variable.id for variable in site.variables]
-    return pb.PullRequest(session=worker.session, variables=ids, after=worker.round).SerializeToString()
-
-
 def test_a_host_that_is_cut_off_while_it_waits_is_forgotten(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """The words that it is told are not acknowledged: for as long as is said, and no longer. One that loses its power
     amid a push is forgotten, too: the system asks for signs of life."""
@@ -537,7 +526,7 @@ def test_a_host_that_is_cut_off_while_it_waits_is_forgotten(stack: ExitStack, mo
         pause = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
         count = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + pause * count <= 60
-    guest.say(MessageKind.PULL, 1, waiting(site))
+    guest.say(MessageKind.PULL, 1, pulling(site, waits=True))
     assert guest.hear().kind is MessageKind.ALIVE
     transports.drop(guest.sock)
     eventually(lambda: len(site.transports.connections) == before)
@@ -549,7 +538,7 @@ def test_who_waits_is_told_that_the_server_is_there(stack: ExitStack, site: Site
     guest = hand(stack, site, name).welcomed(site.workers[-1].session, site.transports, lease=0.4)
     (connection,) = [one for one in site.open([site.workers[-1].session]) if one._heartbeat.seconds == 0.1]
     assert connection._heartbeat._next is None
-    header = waiting(site)
+    header = pulling(site, waits=True)
     guest.say(MessageKind.PULL, 1, header)
     for _ in range(3):
         word = guest.hear()
@@ -569,7 +558,7 @@ def test_no_lease_makes_a_server_talk_without_end(stack: ExitStack, site: Site, 
     before = site.open([site.workers[-1].session])
     guest = hand(stack, site, name).welcomed(site.workers[-1].session, site.transports, lease=lease)
     (connection,) = [one for one in site.open([site.workers[-1].session]) if one not in before]
-    guest.say(MessageKind.PULL, 1, waiting(site))
+    guest.say(MessageKind.PULL, 1, pulling(site, waits=True))
     eventually(lambda: connection._under_way)
     seconds = connection._heartbeat.seconds
     assert seconds == 0 or seconds >= connection_of.LEAST_WORD_SECONDS
@@ -711,8 +700,7 @@ def test_many_clients_cost_no_threads(stack: ExitStack, name: str, monkeypatch: 
     threads, memory = process.num_threads(), process.memory_info().rss
     guests = [hand(stack, site, name).welcomed(site.workers[n % 2].session, site.transports) for n in range(64)]
     for guest, worker in zip(guests, site.workers * 32, strict=True):
-        request = pb.PullRequest(session=worker.session, variables=[site.variables[0].id], after=-1)
-        guest.say(MessageKind.PULL, 1, request.SerializeToString())
+        guest.say(MessageKind.PULL, 1, pulling(site, worker=worker))
     assert [guest.hear().kind for guest in guests] == [MessageKind.ANSWER] * 64
     assert process.num_threads() <= threads
     assert (process.memory_info().rss - memory) / 64 < 256 << 10
@@ -750,9 +738,8 @@ def test_whatever_is_sent_others_are_served(
     last = site.workers[-1]
     with Hand(site.transports, name) as guest:
         header, _ = guest.push(site, last, 2)
-        pull = pb.PullRequest(session=last.session, variables=[site.variables[0].id], after=-1).SerializeToString()
         wide = pb.PushHeader(session=last.session, generation=1 << 63, round=1 << 62, size=1 << 38).SerializeToString()
-        headers = {"push": header, "pull": pull, "wide": wide}
+        headers = {"push": header, "pull": pulling(site), "wide": wide}
         if known:
             guest.welcomed(last.session, site.transports)
         with suppress(ConnectionError):

@@ -27,7 +27,7 @@ from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.cases import search
 from tests.kit.programs import job_of, plan_of, run, traced
-from tests.kit.rig import SOON, WORKERS, Job, serving
+from tests.kit.rig import SOON, WORKERS
 
 SPEC = TensorSpec("float32", (100_000,))
 VARIABLE, VALUE = Input("variable", SPEC), Input("value", SPEC)
@@ -101,16 +101,6 @@ def test_a_round_takes_no_more_than_its_plan_says(kernels, plan):
     values = {number: np.ones(SPEC.shape, "float32") for number in (0, 1)}
     new = len(set(plan.writes(0))) * SPEC.nbytes
     assert taken(plan, kernels, values) <= plan_bytes(plan) + new + SLACK
-
-
-@pytest.mark.parametrize("read", [False, True], ids=["by nobody", "by the next"])
-def test_results_are_let_go_when_nobody_reads_them_any_more(read):
-    next_one = Program((VALUE,), (Node("square", (0,)),), (), (1,))
-    refs = [Ref("result", n) if read else Ref("variable", 0) for n in range(30)]
-    applies = [Apply(0, (0,), (Ref("variable", 0),)), *(Apply(int(read), (0,), (ref,)) for ref in refs)]
-    plan = Plan((), (), (PROGRAMS[0], next_one), tuple(applies))
-    values = {0: np.ones(SPEC.shape, "float32")}
-    assert taken(plan, Kernels(ServerDevice(), patience=10**9), values) <= 4 * SPEC.nbytes
 
 
 def test_what_a_whole_plan_holds_is_counted():
@@ -299,24 +289,22 @@ def test_a_long_section_is_cut():
 
 
 @pytest.mark.parametrize("heartbeats", [False, True], ids=["in a round", "by heartbeats"])
-def test_processes_with_different_functions_are_told_which(tmp_path, heartbeats):
+def test_processes_with_different_functions_are_told_which(job, heartbeats):
     """Both update the same variable, and would read the same words twice otherwise."""
-    with serving("core", 1, tmp_path) as servers:
-        job = Job(servers)
-        two = job.join(*WORKERS[:2])
-        job.variable(two[0], np.zeros(3, "float32"), name="vee")
-        other = DIFFERENT["another op"][0]
-        for section in (BASE, other):
-            job.approve(section, two[0])
+    two = job.join(*WORKERS[:2])
+    job.variable(two[0], np.zeros(3, "float32"), name="vee")
+    other = DIFFERENT["another op"][0]
+    for section in (BASE, other):
+        job.approve(section, two[0])
 
-        def at(worker, section):
-            if heartbeats:
-                return servers.verbs[0].heartbeat(worker.session, 0, section.id)
-            return worker.push(section, [np.ones(3, "float32")])
+    def at(worker, section):
+        if heartbeats:
+            return job.verbs[0].heartbeat(worker.session, 0, section.id)
+        return worker.push(section, [np.ones(3, "float32")])
 
-        at(two[0], BASE)
-        with pytest.raises(Diverged, match=r"= subtract\(.*= add\("):
-            at(two[1], other).result(SOON)
+    at(two[0], BASE)
+    with pytest.raises(Diverged, match=r"= subtract\(.*= add\("):
+        at(two[1], other).result(SOON)
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])

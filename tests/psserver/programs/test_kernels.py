@@ -102,12 +102,6 @@ def test_each_op_of_a_kernel_gives_the_interpreters_bits(dtype):
     assert flags[0] == flags[1]
 
 
-def test_the_ops_of_optimizers_have_kernels():
-    """What is slow only when it is interpreted is a short list, each for a reason that the table tells."""
-    without = {name for name, row in OPS.items() if row.elementwise and not row.kernel}
-    assert without == {"exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "floor_divide", "remainder", "pow"}
-
-
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_integers_wrap_in_kernels(kernels, dtype):
     """An op after an overflow sees the number that NumPy has: a compiler may not assume that there is none."""

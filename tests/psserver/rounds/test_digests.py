@@ -13,7 +13,7 @@ from pswire.errors import CheckpointError, PSError, ServerGone
 from pswire.model.log import GenerationClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
 from tests.kit.contributions import Mail, Voters
-from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, eventually, sum_into, together
+from tests.kit.rig import SOON, WORKERS, checkpoint, core, eventually, sum_into, together
 
 ONE = np.ones(2, "float32")
 ROUNDS = 16
@@ -29,7 +29,7 @@ class Copies(Voters):
     """Some servers, each of which has the copies of the one before it; one member, and a variable for each server."""
 
     def __init__(self, root, count=2, copied=True):
-        super().__init__(root, count, job=lambda servers: CopiedJob(servers, copied))
+        super().__init__(root, count, copied=copied)
         (self.worker,) = self.job.join(WORKERS[0], mode="sync")
         places = [(number, (number + 1) % count) for number in range(count)]
         self.variables = [self.job.variable(self.worker, np.zeros(2, "float32"), place) for place in places]
@@ -61,21 +61,6 @@ class Copies(Voters):
         """What each server says that differs: the other server, the round, the names, and how often they agreed."""
         statuses = [one.status() for one in self.cores]
         return [[(d.server, d.round, d.variables, d.agreed) for d in status.differences] for status in statuses]
-
-
-class CopiedJob(Job):
-    def __init__(self, servers, copied):
-        self._copied = copied
-        super().__init__(servers)
-
-    def begin(self):
-        entry = super().begin()
-        if self._copied:
-            count = len(self.servers.cores)
-            copied = replace(entry, job=entry.job + 1, copies=tuple((n + 1) % count for n in range(count)))
-            for server in self.verbs:
-                assert server.approve(self.token, 0, [copied]) == 1
-        return entry
 
 
 @pytest.fixture

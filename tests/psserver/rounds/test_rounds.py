@@ -86,16 +86,6 @@ def diverged(rounds, *futures):
     return [str(error) for error in errors.values()]
 
 
-def test_a_divergence_closes_its_round(rounds):
-    """All who wait are told both positions, nothing runs, and the rounds after it do."""
-    for error in diverged(rounds, rounds.push(1), rounds.push(2, plan=OTHER)):
-        assert "worker/task:0 runs: this" in error
-        assert "worker/task:1 runs: that" in error
-    assert (rounds.next_job(), rounds.last) == (None, 0)
-    both(rounds, 1)
-    assert sessions(rounds.next_job()) == [1, 2]
-
-
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_different_batches_are_a_divergence(rounds, order):
     """Both members get one error, with both batches in words of a bounded length, whoever comes first."""

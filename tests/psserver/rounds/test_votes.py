@@ -21,7 +21,7 @@ from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.network.payload import Payload
 from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
-from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, powers_of, scaling, serving, sum_into, turn
+from tests.kit.rig import SOON, WORKERS, compiler_of, given, powers_of, scaling, sum_into, turn
 
 A, B = WORKERS[:2]
 ONE = np.ones(2, "float32")
@@ -298,27 +298,25 @@ def test_a_vote_counts_that_comes_before_its_server_knows_of_the_change(two):
     assert (two.values, two.lasts) == ([10.0, 10.0], [4, 4])
 
 
-def test_an_own_round_is_not_taken_for_one_that_streams(tmp_path):
+def test_an_own_round_is_not_taken_for_one_that_streams(job):
     """An own round with the number, and the wishes, of a large round that is on its way waits for the end of that, and
     gets an answer of its own."""
-    with serving("core", 1, tmp_path) as servers:
-        job = Job(servers)
-        two = job.join(A, B)
-        apart = job.variable(two[0], np.array(0), alone=True)
-        large = job.variable(two[0], np.zeros(PART_BYTES // 8 + 100, "int64"))
-        plan = job.approve(sum_into(apart), two[0])
-        common = job.approve(sum_into(large, returned=False), two[0])
-        shared = [Sending(worker, common, [np.ones(large.spec.tensor.shape, "int64")]) for worker in two]
-        assert all(sending.begun for sending in shared)  # it streams
-        said = Contribution(two[0].session, two[0].generation, 0, plan.id, (1.0,), alone=True)
-        begun = []
-        own = servers.cores[0].push(said, Payload.pack([np.array(10)]), begun.append)
-        assert not own.done()
-        assert [sending.come() and sending.reply.done() for sending in shared] == [False, True]
-        assert [sending.reply.result(0).payload.size for sending in shared] == [0, 0]
-        assert [int(each) for each in given(own.result(0), plan)] == [10]
-        assert (begun, [len(sending.begun) for sending in shared]) == ([], [1, 1])
-        assert int(job.value(two[0], large, 0).sum()) == 2 * large.spec.tensor.shape[0]
+    two = job.join(A, B)
+    apart = job.variable(two[0], np.array(0), alone=True)
+    large = job.variable(two[0], np.zeros(PART_BYTES // 8 + 100, "int64"))
+    plan = job.approve(sum_into(apart), two[0])
+    common = job.approve(sum_into(large, returned=False), two[0])
+    shared = [Sending(worker, common, [np.ones(large.spec.tensor.shape, "int64")]) for worker in two]
+    assert all(sending.begun for sending in shared)  # it streams
+    said = Contribution(two[0].session, two[0].generation, 0, plan.id, (1.0,), alone=True)
+    begun = []
+    own = job.servers.cores[0].push(said, Payload.pack([np.array(10)]), begun.append)
+    assert not own.done()
+    assert [sending.come() and sending.reply.done() for sending in shared] == [False, True]
+    assert [sending.reply.result(0).payload.size for sending in shared] == [0, 0]
+    assert [int(each) for each in given(own.result(0), plan)] == [10]
+    assert (begun, [len(sending.begun) for sending in shared]) == ([], [1, 1])
+    assert int(job.value(two[0], large, 0).sum()) == 2 * large.spec.tensor.shape[0]
 
 
 SPEC = TableSpec((2,), initializer=Constant(0.0))

@@ -66,19 +66,6 @@ def test_all_use_the_same_votes(heard):
         assert found == {frozenset({10} if heard else {10, 20})}
 
 
-def test_nobody_decides_before_all_have_said_what_they_have_heard():
-    """One that has heard nothing cannot know yet whether another one has."""
-    zero, one, _ = three()
-    (said,) = zero.lose(2, [1], -1)
-    assert zero.verdict(0, 0, ALL) is None
-    one.testify(0, said.said, -1)  # before it knows of the loss itself
-    assert one.verdict(0, 0, ALL) is None
-    (answer,) = one.lose(2, [0], -1)
-    assert one.verdict(0, 0, ALL) is not None
-    zero.testify(1, answer.said, -1)
-    assert zero.verdict(0, 0, ALL) == one.verdict(0, 0, ALL)
-
-
 def test_what_was_said_is_said_again_on_a_new_connection():
     """A testimony may have been lost with the connection, as a vote may."""
     zero, one, _ = three()

@@ -339,18 +339,18 @@ class Asker:
     def __init__(self, worker):
         self.worker, self.number, self.has = worker, 0, ()
 
-    def ask(self, **said):
+    def _asked(self, **said):
         self.number += 1
-        said = {"want": 1, "needs": True, "restores": 1, **said}
-        ask = ChunkAsk(0, self.number, 0, BATCHES, **said)
-        answer = self.worker.job.verbs[0].assign_batches(self.worker.session, ask).result(rig.SOON)
+        ask = ChunkAsk(0, self.number, 0, BATCHES, restores=1, **said)
+        return self.worker.job.verbs[0].assign_batches(self.worker.session, ask).result(rig.SOON)
+
+    def ask(self):
+        answer = self._asked(want=1, needs=True)
         self.has = answer.chunks or self.has
         return [chunk.examples.index for chunk in answer.chunks]
 
     def stands(self):
-        self.number += 1
-        ask = ChunkAsk(0, self.number, 0, BATCHES, restores=1, looks=True)
-        (found,) = self.worker.job.verbs[0].assign_batches(self.worker.session, ask).result(rig.SOON).positions
+        (found,) = self._asked(looks=True).positions
         return found
 
     def push(self, plan, server=0):

@@ -47,21 +47,20 @@ class Server:
             elif isinstance(effect, Fail):
                 effect.future.set_exception(effect.error)
 
-    def schedule(self, order, session=1, task=CHIEF):
+    def call(self, verb, task, asked):
         future = Future()
-        self.carry_out(self.closures.schedule(task, ScheduleRequest(session, order), future))
+        self.carry_out(verb(task, asked, future))
         return future
+
+    def schedule(self, order, session=1, task=CHIEF):
+        return self.call(self.closures.schedule, task, ScheduleRequest(session, order))
 
     def take(self, session, result=None, offset=0, functions=FUNCTIONS):
-        future = Future()
         asked = TakeRequest(session, functions, result, offset)
-        self.carry_out(self.closures.take(Task("worker", session - 10), asked, future))
-        return future
+        return self.call(self.closures.take, Task("worker", session - 10), asked)
 
     def fetch(self, number, offset=0, session=1):
-        future = Future()
-        self.carry_out(self.closures.fetch(CHIEF, FetchRequest(session, number, offset), future))
-        return future
+        return self.call(self.closures.fetch, CHIEF, FetchRequest(session, number, offset))
 
     def end(self, session):
         self.carry_out(self.closures.session_ended(session, GONE))

@@ -24,17 +24,6 @@ def owners(registry, *numbers):
     return [found and found.task for found in map(registry.find, numbers)]
 
 
-def test_a_session_is_of_the_task_that_opened_it_first(registry):
-    """Another task is refused, and changes nothing; the same one may say it again."""
-    registry.enter(7, A)
-    before = registry.find(7)
-    registry.enter(7, A)
-    with pytest.raises(Forbidden, match=r"session 7 belongs to /job:worker/task:0.*restart /job:worker/task:1"):
-        registry.enter(7, B)
-    assert registry.find(7) == before
-    assert owners(registry, 7, 8) == [A, None]
-
-
 def test_each_session_has_a_token_of_its_own(registry):
     """It is drawn by lot, and stays the same for as long as the session is known."""
     for number in range(REMEMBERED):

@@ -21,6 +21,14 @@ def bounded(k):
     return Consistency("bounded", staleness=k)
 
 
+def backup(workers):
+    return Consistency(backup_workers=workers)
+
+
+def quorum(grace):
+    return Consistency(quorum=2, grace=grace)
+
+
 def begun(limit=8, **more):
     return Membership(Registry(Task("ps", 0), limit), LEASE, HEARTBEAT, **more)
 
@@ -154,12 +162,15 @@ def test_a_task_whose_process_is_gone_is_taken(members):
     [
         (ASYNC, SYNC, r"task:1 runs with ps.Sync\(\).*task:0 with ps.Async\(\); give .* the same"),
         (bounded(1), bounded(3), r"with ps.BoundedStaleness\(3\), .*task:0 with ps.BoundedStaleness\(1\)"),
+        (backup(1), backup(2), r"with ps.Sync\(backup_workers=2\), .*task:0 with ps.Sync\(backup_workers=1\)"),
+        (backup(1), SYNC, r"with ps.Sync\(\), but"),
+        (quorum(0.0), quorum(1.0), r"with ps.Quorum\(2, grace=1\), .*task:0 with ps.Quorum\(2, grace=0\)"),
     ],
-    ids=["modes", "bounds"],
+    ids=["modes", "bounds", "backup workers", "none", "times of grace"],
 )
 def test_one_mode_for_all_who_run_the_script(members, mode, other, words):
-    """And one bound: another one is refused, with both names; who is alone, or has taken the place of its own task, is
-    not."""
+    """And one bound, one number of backup workers, one quorum: another one is refused, with both names; who is alone,
+    or has taken the place of its own task, is not."""
     chief, one = opened(members, A, drives=True), members.open(Member(A, 0, 1, mode), False, 0, 0.0)[0]
     with pytest.raises(ConfigError, match=words):
         members.open(Member(B, 0, 1, other), False, 0, 0.0)

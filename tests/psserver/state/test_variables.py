@@ -30,14 +30,10 @@ def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> PlacedVaria
     return PlacedVariable(id, VariableSpec(f"v{id}", TensorSpec("int8", (size,))), servers)
 
 
-def store(limit: int = 0) -> Store:
-    return Store(1, ServerDevice(), limit)
-
-
 def test_what_fits_exactly_is_held():
     """And not a byte more, each variable once; a refused one leaves no trace. A variable that alone is more than the
     limit fits on no server: another one is advised only where it would help."""
-    held = store(100)
+    held = store_of(100, 1)
     for _ in range(3):
         held.declare(variable(0, 60))
     for size, ways in ((100, "raise --memory-limit or add a server"), (101, "raise --memory-limit")):
@@ -47,7 +43,7 @@ def test_what_fits_exactly_is_held():
     with pytest.raises(MemoryLimit, match=r"'v2' int8\[1\] needs 1 bytes.*holds 100 bytes.*limit of 100 bytes"):
         held.declare(variable(2, 1))
     assert (held.nbytes, sorted(held.variables)) == (100, [0, 1])
-    unlimited = store()
+    unlimited = store_of(0, 1)
     unlimited.declare(variable(0, 1 << 40))  # memory is taken by values
     assert unlimited.nbytes == 1 << 40
 
@@ -108,7 +104,7 @@ def test_two_checkpoints_read_one_table():
 
 def test_only_tables_are_held_so():
     """Others never change while they are held; and a reader beside a checkpoint makes a round copy the table."""
-    store = Store(0, ServerDevice(), 0)
+    store = store_of()
     for id in range(2):
         store.declare(PlacedVariable(id, VariableSpec(f"v{id}", TensorSpec("float32", SHAPE), True), (0,)))
         store.initialize(id, rows())
