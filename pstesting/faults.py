@@ -142,34 +142,6 @@ def _torn(frames: list[bytes]) -> Iterator[bytes]:
     raise ConnectionError("a fault of the test")
 
 
-class LoseOnce(grpc.UnaryStreamClientInterceptor):
-    """Loses the answer to the first call of a verb, after the server has done what it asked.
-
-    Args:
-        verb: name of the verb, such as "Push".
-        then: called before the caller is told.
-        which: returns True for the request whose answer is to be lost.
-    """
-
-    def __init__(
-        self, verb: str, then: Callable[[], object], which: Callable[[bytes], bool] = lambda request: True
-    ) -> None:
-        self._verb = verb
-        self._then = then
-        self._which = which
-        self._lost = False
-
-    def intercept_unary_stream(self, continuation: Continuation, details: Any, request: bytes) -> Any:
-        """Forwards a call, and loses the response of the chosen one."""
-        call = continuation(details, request)
-        if self._lost or not (details.method.endswith(f"/{self._verb}") and self._which(request)):
-            return call
-        self._lost = True
-        list(call)
-        self._then()
-        raise Dropped
-
-
 class Stall(grpc.StreamStreamClientInterceptor):
     """Lets a push stop in its middle.
 

@@ -93,13 +93,14 @@ MISMATCHES = [
     (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (3,)))),
     (0, inside.VariableSpec("v0", inside.TensorSpec("float32", (2,)))),
     (0, inside.VariableSpec("other", inside.TensorSpec("float64", (2,)))),
+    (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)), alone=True)),
     (1, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)))),
 ]
 
 
 def test_two_that_disagree_are_told(job, worker):
-    """A mismatch of shape, dtype, name or order names both sides and both processes. A process that creates its third
-    variable where the job has one runs another program."""
+    """A mismatch of shape, dtype, name, consistency or order names both sides and both processes. A process that
+    creates its third variable where the job has one runs another program."""
     job.variable(worker, np.zeros(2))
     other = job.open(B).session
     for ordinal, spec in MISMATCHES:

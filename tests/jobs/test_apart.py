@@ -105,23 +105,3 @@ def test_a_round_is_skipped_by_itself():
 
     found = in_threads(push, servers=1, consistency=ps.Sync(nonfinite="skip"))
     assert found == [[[3003.0] * 2, [3004.0] * 2]] * 2
-
-
-def test_processes_that_differ_are_told():
-    """One creates the variable with the consistency of all: then updates of one would wait for those of the other."""
-    created, told = threading.Event(), threading.Event()
-
-    def create(strategy, worker):
-        if not worker:
-            with strategy.scope():
-                ps.Variable(np.zeros(2), name="v", consistency=ps.Async()).numpy()
-            created.set()
-            meet(told)
-            return
-        meet(created)
-        differs = pytest.raises(ps.errors.VariableMismatch, match=r"'v' float64\[2\] with ps.Async\(\)")
-        with differs, strategy.scope():
-            ps.Variable(np.zeros(2), name="v").numpy()
-        told.set()
-
-    in_threads(create, servers=1)

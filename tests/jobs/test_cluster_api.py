@@ -203,20 +203,3 @@ def test_a_process_knows_its_place(found, alone):
         assert process["knows"] == ["worker", task, 2]
         assert process["leads"] == [task == 0] * 3
     assert alone["trained"]["ids"] == [[number, 4] for number in range(4)]
-
-
-def test_the_numbers_are_right(alone):
-    """By hand, so that not all are wrong alike."""
-    every, mine = alone["asked"]["every"], alone["asked"]["mine"]
-    assert every["counts"] == [4]
-    assert every["reduce"] == [6.0, 1.5, [8.0, 14.0], [8 / 6, 14 / 6], 7.0, True]
-    assert (every["updated"], every["batch"]) == ([6.0, 6.0], [1.5, [1.5] * 3])
-    pairs = [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-    assert every["gather"] == [pairs, [[False, False]] * 6]
-    assert every["nests"] == [[6.0, 6.0, 4.0, 13.5]]
-    assert every["assigned"] == [12.0, 12.0]
-    assert (every["batches"], every["own"]) == ([3.5, 2.0, 1.0], float(np.square(np.arange(30.0)).sum()))
-    assert every["initial"] == [4.0, 1.0, 1.0]
-    assert every["filled"] == [10.0, 2.5, 1.0]
-    assert (mine["ids"], mine["own"]) == ([0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 4.0])
-    assert (mine["shares"], every["whole"]) == ([2.0] * 4, [8.0, 8.0, 8.0])

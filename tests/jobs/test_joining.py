@@ -207,48 +207,6 @@ def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
         assert len(job.said(W1, "is")) == 1
 
 
-def take(examples, batch, dynamic):
-    """An asynchronous pass that counts how often each example came; worker 0 waits amid it."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-    with strategy.scope():
-        seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
-    policy = ps.AutoShardPolicy.DYNAMIC if dynamic else ps.AutoShardPolicy.AUTO
-    data = ps.ArrayDataset(np.arange(examples)).batch(batch)
-    batches = strategy.experimental_distribute_dataset(data, ps.InputOptions(auto_shard_policy=policy))
-    for mine in batches:
-        say("took", len(np.asarray(mine)))
-        if ME == 0 and strategy.round == 3:
-            gate("go")
-        counts = np.bincount(np.asarray(mine), minlength=examples)
-        strategy.run(lambda counts: add_all([(seen, counts)]), args=(counts,))
-    say("done")
-    gate("end")
-    say("seen", seen.numpy())
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
-    """Takes whichever batch comes next; where those of the beginning have their shares, it is told that it has none."""
-    keys = {"ps": 2, "workers": 1, "chief": "driver", "gates": ["go", "end"], "timeouts": CALM}
-    with ProcessCluster(take, tmp_path, (120, 4, dynamic), **keys) as job:
-        for _ in range(4):
-            job.hear(W0, "took")
-        job.join(W1)
-        if dynamic:
-            for _ in range(4):
-                job.hear(W1, "took", 4)
-        else:
-            job.hear_error(W1, "gets no batches. To share batches, use ps.InputOptions(auto_shard_policy=ps.AutoShard")
-        job.hear(W1, "done")
-        job.open("go")
-        job.hear(W0, "done")
-        job.open("end")
-        for task in (W0, W1):
-            assert set(job.hear(task, "seen")) == {1}
-        job.finish()
-        assert (sum(job.said(W1, "took")) > 0) == dynamic
-
-
 def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):
     """Where nobody of the cluster is left: it waits for none of those that joined before it."""
     keys = GOES_ON | {"chief": "none", "timeouts": QUICK, "gates": ["go"]}

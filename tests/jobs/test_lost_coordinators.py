@@ -1,4 +1,4 @@
-"""A coordinator and its workers as real processes: each closure counts once, whoever dies, and errors reach `join`."""
+"""A coordinator and its workers as real processes: each closure counts once, whoever dies."""
 
 from __future__ import annotations
 
@@ -88,91 +88,6 @@ def test_a_closure_counts_once_where_its_worker_dies(tmp_path):
         assert job.hear(CHIEF, "seen") == sum(range(closures))
         for task in (CHIEF, W0, W1, W2):
             assert job.exited(task) == 0
-
-
-def use(directory):
-    """All that a coordinator does."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-    with strategy.scope():
-        v = ps.Variable(np.zeros(3), name="v")
-        optimizer = ps.optimizers.SGD(1.0)
-
-    @ps.coordinator.function
-    def step(amount):
-        optimizer.apply_gradients([(np.full(3, -amount), v)])
-        return (amount, [np.arange(3)])
-
-    @ps.coordinator.function
-    def fails(text):
-        raise LookupError(text)
-
-    @ps.coordinator.function
-    def waits():
-        gate("go")
-
-    @ps.coordinator.function
-    def large(array):
-        return array * 2
-
-    if not ps.coordinator.is_coordinator():
-        try:
-            ps.coordinator.ClusterCoordinator(strategy)
-        except ps.errors.ConfigError as error:
-            say("refused", str(error))
-        return
-    coordinator = ps.coordinator.ClusterCoordinator(strategy)
-    assert coordinator is ps.coordinator.ClusterCoordinator(strategy)
-
-    # Nests.
-    amount, (array,) = coordinator.schedule(step, args=(2.0,)).fetch()
-    assert (amount, array.tolist()) == (2.0, [0, 1, 2])
-    chain = coordinator.schedule(large, args=(coordinator.schedule(large, args=(np.ones((3, 400_000)),)),))
-    assert (coordinator.fetch({"x": [chain, 7]})["x"][0] == 4).all()  # in several pieces, there and back
-
-    # An error cancels what waits, reaches one call, and then all is well.
-    kept = [coordinator.schedule(waits) for _ in range(2)]
-    failing = coordinator.schedule(fails, args=("no such thing",))
-    behind = [coordinator.schedule(step, args=(100.0,)) for _ in range(5)]
-    assert not coordinator.done()
-    say("scheduled")
-    try:
-        coordinator.join()
-    except ps.errors.ClosureError as error:
-        say("error", [str(error), error.kind, error.task])
-    assert coordinator.done()
-    assert coordinator.fetch(kept) == [None, None]
-    assert str(error_of(failing.fetch)) == str(error_of(failing.get))
-    states = [type(error_of(each.fetch)).__name__ for each in behind]
-    ran = states.count("NoneType")  # the other worker may have begun one
-    assert set(states) <= {"NoneType", "ClosureCancelled"}
-    assert ran <= 4
-    coordinator.schedule(step, args=(1.0,))
-    coordinator.join()
-    assert v.numpy().tolist() == [3.0 + 100 * ran] * 3
-
-    say("done")
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
-def test_what_a_coordinator_does(tmp_path):
-    """Results come back, and are arguments; errors cancel and reach join with their text and the worker."""
-    with ProcessCluster(use, tmp_path, [str(tmp_path)], helpers=[error_of], gates=["go"], **KEYS) as job:
-        assert "task:0 is not the coordinator: the chief schedules" in job.hear(W0, "refused")
-        job.hear(CHIEF, "scheduled")
-        job.open("go")
-        text, kind, task = job.hear(CHIEF, "error")
-        assert kind == "LookupError"
-        assert task in (str(W0), str(W1))
-        assert text.startswith(f"{task}: fails failed: LookupError: no such thing (program.py:")
-        assert "no such thing" in job.errors(W0) + job.errors(W1)  # with its traceback
-        job.finish()
 
 
 def schedule(way):

@@ -1,4 +1,4 @@
-"""A quorum in real jobs: workers in threads and in processes, over real connections."""
+"""A quorum in real jobs: workers in threads, over real connections."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, W0, W1, W2, ProcessCluster
 from pstesting.script import add_all
-from tests.kit.workers import in_threads, learn, meet, total
+from tests.kit.workers import in_threads, meet, total
 
 
 @pytest.mark.parametrize("environ", [{}, {"PS_REPLICATION_FACTOR": "2"}], ids=["", "copies"])
@@ -45,19 +44,6 @@ def test_late_contributions_of_a_job_count_once(monkeypatch, environ):
     found = in_threads(work, 3, 2, consistency=ps.Quorum(2))
     assert [sums for sums, _ in found] == [total(10, 10, 10)] * 3
     assert found[0][1] == found[1][1] == 0 < found[2][1]
-
-
-def test_the_others_go_on_without_a_worker_that_is_killed(tmp_path):
-    """They wait for it no longer than the time of grace in each round, and what it has sent counts."""
-    keys = {"ps": 2, "workers": 3, "gates": ["never", "end"], "timeouts": CALM}
-    with ProcessCluster(learn, tmp_path, (12, "ps.Quorum(2, grace=0.1)", [(2, 5, "never")]), **keys) as job:
-        job.hear(W2, "at", 5)
-        job.hear(W0, "done", 12)
-        job.hear(W1, "done", 12)
-        job.kill(W2)
-        job.open("end")
-        sums = job.hear(W0, "sums")
-        assert sums in ([total(12, 12, 5)] if sums == total(12, 12, 5) else [total(12, 12, 4)])
 
 
 def test_a_quorum_is_at_most_the_number_of_workers():

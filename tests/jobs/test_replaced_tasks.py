@@ -122,22 +122,3 @@ def test_a_server_and_its_copy_are_lost(tmp_path, restarts):
         for task in (W0, W1):
             assert job.said(task, "begins")[-1] == 5
             assert job.said(task, "is") == [values(24)]
-
-
-@pytest.mark.parametrize(
-    ("killed", "blamed"),
-    [
-        pytest.param((PS0, PS1), {PS0, PS1}, id="two servers"),
-        pytest.param((PS1, W1), {PS1, W1}, id="a server and a worker", marks=pytest.mark.soak),
-    ],
-)
-def test_what_fails_by_itself_counts(tmp_path, killed, blamed):
-    """Two that are killed at once are two causes: one restart is not enough, and the report is about one of the two."""
-    with ProcessCluster(count, tmp_path, (8, 1), **{**KEYS, "restarts": 1}) as job:
-        for task in (W0, W1):
-            job.hear(task, "at")
-        for task in killed:
-            job.kill(task)
-        outcome = job.cluster.wait(SECONDS)
-        assert outcome.code == 128 + signal.SIGKILL
-        assert outcome.task in blamed

@@ -69,32 +69,6 @@ def test_what_is_a_round():
     assert in_threads(work) == [[6.0] * 4] * 2
 
 
-def test_accumulating_workers_end_in_the_same_step():
-    """Nobody hangs or diverges; what a worker held back counts, even if its batch in use has no examples."""
-
-    def accumulate(strategy, worker):
-        with strategy.scope():
-            v = ps.Variable(np.zeros(1), name="v")
-        mine = [np.ones(2)] * (2, 5)[worker]
-        batches = strategy.experimental_distribute_datasets_from_function(lambda _: mine)
-        held, steps = 0.0, []
-        for _ in range(2):
-            steps.append(0)
-            for batch in batches:
-                steps[-1] += 1
-                held += batch.sum()
-                if steps[-1] % 3 == 0:
-                    strategy.run(lambda held=held: add(v, np.full(1, held)))
-                    held = 0.0
-            strategy.run(lambda held=held: add(v, np.full(1, held)))
-            held = 0.0
-        return steps, float(v[0]), strategy.round
-
-    first, second = in_threads(accumulate, servers=1)
-    assert first == second
-    assert first[:2] == ([5, 5], 28.0)
-
-
 # ---- Rounds are sent without a wait, and only a look waits ----
 
 

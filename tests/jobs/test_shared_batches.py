@@ -165,10 +165,10 @@ LARGE = 560_000
 """Elements of float64 that travel in more than one part."""
 
 
-def visit(rows, way, passes, elements=1):
+def visit(rows, dies, passes, elements):
     """Counts how often each row was visited, and adds as many ones to a variable of another server, if there is one.
 
-    Worker 2 stands still with its second batch, or in the middle of that batch's push, until a gate is opened.
+    Worker 2 stands still with its second batch until a gate is opened, or, where it dies, amid the push of that batch.
     """
 
     def stall():
@@ -179,24 +179,20 @@ def visit(rows, way, passes, elements=1):
     first = (DIRECTORY / f"worker {ME} was here").exists()
     (DIRECTORY / f"worker {ME} was here").touch()
     stands = ME == 2 and not first
-    if stands and way == "half a push":
+    if stands and dies:
         faults.use(Stall(lambda: strategy._session.waits[0] == 1, stall))
     strategy = ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=1))
     with strategy.scope():
         visits = ps.Variable(np.zeros(rows), name="visits")
         other = ps.Variable(np.zeros(elements), name="other")
-    if way == "own data":
-        own = ps.ArrayDataset(np.arange(ME, rows, 3)).batch(3)
-        data = strategy.experimental_distribute_datasets_from_function(lambda _: own)
-    else:
-        data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(rows)).shuffle(3).batch(9))
+    data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(rows)).shuffle(3).batch(9))
     had, out = 0, set()
     for number in data.epochs(passes):
         for mine in data:
             had += bool(len(mine))
-            if ME < 2 and had == 5 and way in ("killed", "half a push"):
+            if ME < 2 and had == 5 and dies:
                 gate("on")  # until the third one's next process waits to be taken in
-            if stands and had == 2 and way != "half a push":
+            if stands and had == 2 and not dies:
                 stands = False
                 say("at", strategy.round)
                 gate("go2")
@@ -231,7 +227,7 @@ def test_the_others_go_on_without_a_straggler(tmp_path, elements):
     nowhere.
     """
     keys = {"ps": 2, "workers": 3, "gates": ["go2", "end"], "timeouts": CALM}
-    with ProcessCluster(visit, tmp_path, (ROWS, "shared", 2, elements), **keys) as job:
+    with ProcessCluster(visit, tmp_path, (ROWS, False, 2, elements), **keys) as job:
         job.hear(W2, "at", 1)
         if elements == LARGE:
             job.hear(W0, "did", BATCHES - 1)
@@ -247,26 +243,12 @@ def test_the_others_go_on_without_a_straggler(tmp_path, elements):
             assert "is broken" not in job.errors(task), "a transport has not survived it"
 
 
-def test_who_has_data_of_its_own_makes_them_up(tmp_path):
-    """Nobody else can take them: the others go on as long as it has some, and wait for it at the end."""
-    keys = {"ps": 2, "workers": 3, "gates": ["go2", "end"], "timeouts": CALM}
-    with ProcessCluster(visit, tmp_path, (ROWS, "own data", 2), **keys) as job:
-        job.hear(W2, "at", 1)
-        for task in (W0, W1):
-            job.hear(task, "did", BATCHES - 1)  # they have done theirs
-        job.open("go2")
-        check(job)
-        assert str(W2) in job.hear(W0, "out")
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("way", ["half a push", pytest.param("killed", marks=pytest.mark.soak)])
-def test_a_straggler_that_is_killed_takes_no_examples_along(tmp_path, way):
+def test_a_straggler_that_is_killed_takes_no_examples_along(tmp_path):
     """Its batch, which half of a push may have brought, is handed out again; its next process takes part again."""
-    elements = 1 if way == "killed" else LARGE
     keys = {"ps": 2, "workers": 3, "chief": "driver", "gates": ["go2", "on", "end"], "timeouts": QUICK}
-    with ProcessCluster(visit, tmp_path, (ROWS, way, 2, elements), **keys) as job:
-        job.hear(W2, *(("at", 1) if way == "killed" else ("stalled",)))
+    with ProcessCluster(visit, tmp_path, (ROWS, True, 2, LARGE), **keys) as job:
+        job.hear(W2, "stalled")
         job.hear(W0, "did", 3)
         job.kill(W2)
         job.start(W2)

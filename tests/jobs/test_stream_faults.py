@@ -1,4 +1,4 @@
-"""Connections that fail while a round streams: in the middle of a push, or of an answer, or with the server."""
+"""Connections that fail while a round streams: in the middle of a push, or of an answer."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ import queue
 import grpc
 import pytest
 
-from psserver.execution import calls
 from tests.kit.internals import (
     PART_BYTES,
     VERBS,
-    Fenced,
     Frame,
     InvalidRequest,
     RemoteServer,
-    ServerLost,
     Timeouts,
     frames,
     messages,
     parts_of,
     refused,
 )
-from tests.kit.rig import SOON, WORKERS, together
+from tests.kit.rig import SOON, together
 from tests.kit.transports import Site, eventually
 
 
@@ -118,19 +115,6 @@ def test_a_client_that_dies_in_the_middle_of_the_answer(cluster):
     cluster.check(cluster.again())
 
 
-def test_a_client_that_dies_in_the_middle_of_its_push(cluster):
-    """Once its session is ended the round completes without what it had not sent, and says so."""
-    wire = cluster.wire(cluster.sent[0])
-    cluster.until(11, 0, 0)
-    wire.close()
-    assert not cluster.first.done()
-    cluster.job.close([cluster.here.member])
-    cluster.check(sums=(11, 2, 3))
-    assert cluster.first.result(SOON).excluded == (WORKERS[1],)
-    with pytest.raises(Fenced):
-        cluster.again().result(SOON)
-
-
 WRONG = {
     "a part that is not the next": lambda sent: sent[2],
     "a part once more": lambda sent: Frame(b"", sent[0].offset, sent[0].data),
@@ -151,22 +135,3 @@ def test_a_malformed_frame_in_the_middle_is_refused_at_once(cluster, case):
     assert case != "its end" or f"{PART_BYTES} of {3 * PART_BYTES}" in str(error)
     assert not cluster.first.done()
     cluster.check(cluster.again())
-
-
-def test_a_round_that_fails_halfway_reaches_everyone(cluster, monkeypatch):
-    """As `ServerLost`, in the middle of their answers."""
-    run, made = calls.KernelCall.run, []
-
-    def short(*args):
-        made.append(1)
-        if len(made) > 1:
-            raise MemoryError("no more")
-        return run(*args)
-
-    monkeypatch.setattr(calls.KernelCall, "run", short)
-    wire = cluster.wire(cluster.sent[0])
-    assert wire.read().data is not None
-    wire.send(cluster.sent[1])
-    assert isinstance(wire.error(), ServerLost)
-    with pytest.raises(ServerLost, match="failed after it had updated some of the variables"):
-        cluster.first.result(SOON)

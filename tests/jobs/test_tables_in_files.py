@@ -1,4 +1,4 @@
-"""Tables that are larger than the memory they may take: how they train, and hints.
+"""Tables that are larger than the memory they may take.
 
 With a hint a push says what the batch after the next one looks up, where rows lie in files, and nothing depends on it.
 """
@@ -20,7 +20,6 @@ from pstesting.in_process import InProcessCluster
 from tests.kit.internals import Contribution
 from tests.kit.rig import eventually
 from tests.kit.storage import disk
-from tests.kit.workers import PATIENT, in_threads
 
 de = ps.dynamic_embedding
 MEMORY = 8 << 20
@@ -219,7 +218,8 @@ def test_bad_hints_are_refused_where_they_are_named(world):
 
 
 def test_a_server_reads_what_it_is_told(directory):
-    """Pages of a hint come while the worker computes: the round that needs them finds them, and they are counted."""
+    """Pages of a hint come while the worker computes: the round that needs them finds them, and they are counted. The
+    server keeps its bound, and its files have no names."""
     many = 40_000  # rows of 256 bytes: ten times the memory
     with opened(directory, memory=1 << 20) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
@@ -239,55 +239,10 @@ def test_a_server_reads_what_it_is_told(directory):
             before = before or tier.outcomes  # without what the first lookup waits for
             train(strategy, table, optimizer, [now])
             eventually(lambda: not tier._untaken)
+        status = cluster.cores[0].status()
+        assert status.tier_memory == 1 << 20 < status.tier_bytes
+        eventually(lambda: cluster.cores[0].status().tier_resident_bytes <= 1 << 20)
+        assert os.listdir(directory) == [], "its files have names"
         found = {name: count - before[name] for name, count in tier.outcomes.items()}
         assert found["hit"] > 500
         assert found["waited"] < found["hit"] // 5
-
-
-# ---- Training ----
-
-
-def learn(strategy, worker):
-    """Steps of a table, its rows looked up ahead, with a checkpoint, a delta, a restore; returns what it comes to."""
-    with strategy.scope():
-        options = {"admission": de.CounterFilter(2), "eviction": de.GlobalStepEvict(9)}
-        users = de.get_variable("users", dim=128, **options)
-        optimizer = ps.optimizers.Adam(0.01)
-        optimizer.build([users])
-    manager = ps.train.CheckpointManager(ps.train.Checkpoint(users=users, optimizer=optimizer), "tier", 3, full_every=5)
-    rng = np.random.default_rng(worker)
-
-    def step(keys, after):
-        rows = users.lookup(keys)
-        users.prefetch(after)
-        optimizer.apply_gradients([(rows.gradient(np.sin(rows.values)), users)])
-
-    after = rng.integers(0, 2500, 300)
-    for number in range(8):
-        keys, after = after, rng.integers(0, 2500, 300)
-        strategy.run(step, args=(keys, after))
-        if number in (3, 5):
-            saved = manager.save()
-            manager.sync()
-    ps.train.Checkpoint(users=users, optimizer=optimizer).restore(saved)
-    for _ in range(2):
-        strategy.run(step, args=(after, after))
-    keys, values = users.export()
-    return len(keys), keys.tobytes(), values.tobytes()
-
-
-@pytest.mark.ci  # psserver/tiers has the table
-def test_a_table_beyond_its_memory_is_trained_bit_for_bit(tmp_path, directory):
-    """Two servers with a tier compute what they compute without; each keeps its bound, and its files have no names."""
-    first, second = expected = in_threads(learn, root=tmp_path / "memory")
-    assert first == second
-    assert first[0] > 800
-    bound = 1 << 20
-    options = {"tier_path": str(directory), "tier_memory": bound}
-    with InProcessCluster(2, 2, tmp_path / "tier", PATIENT, **options) as cluster:
-        assert in_threads(learn, cluster=cluster) == expected
-        status = cluster.cores[0].status()
-        assert status.tier_memory == bound
-        assert status.tier_bytes > bound
-        eventually(lambda: cluster.cores[0].status().tier_resident_bytes <= bound)
-        assert os.listdir(directory) == []

@@ -157,3 +157,43 @@ def test_a_name_with_another_shape_is_refused():
         with pytest.raises(ps.errors.VariableMismatch, match="'u'"), job.strategy.scope():
             ps.Variable(np.zeros(3), name="u")
         assert job.run(make, "w", 1) == [7.0]
+
+
+def double(array):
+    return array * 2
+
+
+def fails(text):
+    raise LookupError(text)
+
+
+def coordinates():
+    ps.coordinator.ClusterCoordinator(ps.get_strategy())
+
+
+def test_results_are_arguments_and_an_error_cancels_what_waits(caplog):
+    """It reaches one call, with its text and the worker, and then all is well. A worker coordinates nothing."""
+    with coordinated(counter, count, double, fails, coordinates) as job:
+        coordinator = job.coordinator
+        assert coordinator is ps.coordinator.ClusterCoordinator(job.strategy)
+        chain = coordinator.schedule(double, (coordinator.schedule(double, (np.ones((3, 400_000)),)),))
+        assert (coordinator.fetch({"x": [chain, 7]})["x"][0] == 4).all()  # in several pieces, there and back
+        with job.holding():
+            failing = coordinator.schedule(fails, ("no such thing",))
+            behind = [coordinator.schedule(count) for _ in range(5)]
+            assert not coordinator.done()
+        with pytest.raises(ps.errors.ClosureError) as told:
+            coordinator.join()
+        assert (told.value.kind, told.value.task) == ("LookupError", "/job:worker/task:0")
+        assert str(told.value).startswith(
+            "/job:worker/task:0: fails failed: LookupError: no such thing (test_served.py:"
+        )
+        assert "LookupError: no such thing" in caplog.text, "it has no traceback"
+        assert coordinator.done()
+        for each, kind in [(failing, ps.errors.ClosureError), *((one, ps.errors.ClosureCancelled) for one in behind)]:
+            refused(kind, "no such thing", each.fetch)
+            refused(kind, "no such thing", each.get)
+        job.run(count)
+        assert job.mine.v.numpy() == 1.0
+        coordinator.schedule(coordinates)
+        refused(ps.errors.ClosureError, "task:0 is not the coordinator: the chief schedules", coordinator.join)

@@ -291,6 +291,7 @@ def test_who_fails_by_itself_costs_a_restart():
     assert restarts.spend({A: 1}, [], 1.0) == [Replacement(A, True)]
     assert restarts.left == 0
     assert restarts.spend({B: -9}, [], 2.0) == []
+    assert begun(1).spend({SERVER: -9, B: -9}, [], 1.0) == [], "two that are killed at once are two causes"
     restarts = begun(2)
     failed = {A: SERVER_LOST, B: SERVER_LOST}
     assert restarts.unexplained(failed) == A

@@ -22,7 +22,7 @@ from pstesting import forks
 from pstesting.processes import SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, PSError, RoundTimeout, ServerLost
+from pswire.errors import Abandoned, CheckpointError, PSError, RoundTimeout, ServerLost
 from tests.kit.shell import shell
 from tests.kit.strategies import refused
 
@@ -240,6 +240,7 @@ def test_a_connection_that_lacks_a_thread_can_be_closed(server):
         ([], 0),
         ([CheckpointError("not written")], shutdown.NOT_SAVED),
         ([ServerLost("it was lost")], shutdown.SERVER_LOST),
+        ([Abandoned("nobody is left")], shutdown.ABANDONED),
         ([RoundTimeout("too late")], 1),
     ],
 )
