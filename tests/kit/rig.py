@@ -236,10 +236,12 @@ class Job:
 
     Args:
         servers: where.
+        copies: which server has the copies of each; empty: none.
     """
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, copies: tuple[int, ...] = ()) -> None:
         self.servers = servers
+        self.copies = copies
         self.verbs = servers.verbs
         self.begin()
 
@@ -250,7 +252,8 @@ class Job:
         self.generation = inside.Generation(0, ())
         self.variables: list[PlacedVariable] = []
         addresses = tuple(one.address for one in self.verbs if isinstance(one, inside.RemoteServer))
-        entry = inside.JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores), addresses=addresses)
+        lives = tuple(one.incarnation for one in self.servers.cores)
+        entry = inside.JobStarted(self.token, lives, addresses=addresses, copies=self.copies)
         for server in self.verbs:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry
