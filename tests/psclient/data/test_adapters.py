@@ -20,7 +20,7 @@ from psclient._src.data.distributed import DistributedDatasetFromFunction
 from psclient._src.options import ArraySpec, InputContext, PerReplicaSpec
 from pswire.model.log import Position
 from tests.kit.strategies import refused
-from tests.kit.workers import Worker, distributed, rows, team
+from tests.kit.workers import Apart, Worker, distributed, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402
@@ -217,13 +217,6 @@ def test_tensors_become_arrays_without_copies():
     assert (type(x), x.dtype, y.dtype) == (np.ndarray, np.float32, np.int32)
     x += 1
     assert tensor.sum() == 8
-
-
-class Apart(Worker):
-    """An asynchronous worker: it shares the data with the others, and makes rounds of its own."""
-
-    def slice(self) -> tuple[int, int]:
-        return 0, len(self.devices)
 
 
 def test_who_shuffles_alone_is_warned(caplog):

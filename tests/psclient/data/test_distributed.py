@@ -23,7 +23,7 @@ from psclient._src.data.progress import Progress
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from pswire.model.log import Examples, Position
 from tests.kit.strategies import refused
-from tests.kit.workers import Worker, distributed, do_round, rows, team
+from tests.kit.workers import Apart, Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----
 
@@ -42,15 +42,8 @@ def test_each_worker_knows_its_fraction_of_a_batch(split):
     assert workers[0].fraction is None
 
 
-class Asynchronous(Worker):
-    """It makes rounds alone, and shares the data with all."""
-
-    def slice(self) -> tuple[int, int]:
-        return 0, 1
-
-
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
-@pytest.mark.parametrize("kind", [Worker, Asynchronous])
+@pytest.mark.parametrize("kind", [Worker, Apart])
 def test_workers_share_by_data(kind, policy):
     """Without prefetching batches are NumPy arrays, whatever the replica's device is."""
     worker, options = kind(1, 1, 2), InputOptions(False, policy)
@@ -220,7 +213,7 @@ def test_workers_end_together_however_seldom_rounds_are(every, lengths):
         raise AssertionError("a round was made")
 
     three, unasked = [np.zeros(2)] * 3, Passes(make_round=refuse)
-    for alone in (Worker(), Asynchronous(1, 1, 4)):
+    for alone in (Worker(), Apart(1, 1, 4)):
         own = DistributedDatasetFromFunction(lambda _: three, InputContext(), alone, 0, unasked)
         assert len(list(own)) == 3
     workers = team((1, 1))

@@ -16,6 +16,7 @@ from psclient._src.network.lease import HEARTBEATS, until_heartbeat
 from psclient._src.network.patience import Patience
 from psclient._src.network.silence import Silence
 from psclient._src.network.worker_clock import WorkerClock
+from psserver.network.transport_connection import BACKLOG
 from pstesting.clock import Clock
 from pswire.api import RESTS, HeartbeatRequest
 from pswire.errors import Fenced, ServerLost
@@ -187,6 +188,26 @@ def test_a_silent_transport_costs_no_lease(stack, monkeypatch, ways):
         site.round()
         assert site.transport(heartbeats.worker) is not transport
         eventually(lambda: heartbeats.ways() == TRANSPORT)
+
+
+def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):
+    """If a client heartbeats and reads no answers, a server reads no more of it once it has so many answers to send."""
+    here, other = site.workers
+    site.server.heartbeat(here.session, -1, b"")
+    hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
+    hand.sock.setblocking(False)
+    connection = site.transports.connections[-1]
+    head = bytes((MessageKind.HEARTBEAT,)) + bytes(31) + b"\xff" * 8
+    refused(BlockingIOError, "", lambda: _flood(hand, 1000 * head))
+    eventually(lambda: connection._paused)
+    assert connection._link.waiting <= 2 * BACKLOG
+    site.server.heartbeat(other.session, -1, b"")
+    assert site.server.heartbeat(other.session, -1, b"") is False
+
+
+def _flood(hand: Hand, said: bytes) -> None:
+    for _ in range(2000):
+        hand.sock.send(said)
 
 
 PAUSE = 2.0

@@ -26,19 +26,7 @@ from pswire.network.sockets import HEAD, MessageKind
 from pswire.network.traffic import TRANSPORTS, Traffic, TransportName
 from tests.kit.rig import SOON, WORKERS
 from tests.kit.strategies import refused
-from tests.kit.transports import (
-    SIZE,
-    SMALL,
-    Proxy,
-    Site,
-    connecting,
-    eventually,
-    files,
-    gone,
-    held,
-    mappings,
-    threads,
-)
+from tests.kit.transports import SIZE, SMALL, Proxy, Site, connecting, eventually, files, gone, held, mappings, threads
 
 
 @pytest.fixture

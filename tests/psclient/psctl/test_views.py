@@ -30,15 +30,7 @@ from pswire.errors import ConfigError
 from pswire.model.consistency import ASYNC, SYNC
 from pswire.model.log import Done, Generation, JobStarted, Member
 from pswire.model.plan import PlacedVariable, VariableSpec
-from pswire.model.status import (
-    Happened,
-    LocalProgress,
-    OpenRound,
-    Pace,
-    ServerStatus,
-    SessionState,
-    WorkerProgress,
-)
+from pswire.model.status import Happened, LocalProgress, OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.security.identity import Security
@@ -332,7 +324,6 @@ def test_values_and_their_statistics_are_json(data, dtype):
         (["checkpoint", "verify", "what://x/y"], "what://x/y cannot be opened: Protocol not known: what"),
         (["checkpoint", "verify"], "Missing argument 'PATH'. (see psctl checkpoint verify --help)"),
         (["checkpoint", "verfy", "x"], "No such command 'verfy'"),
-        (["checkpoint"], "Missing command. (see psctl checkpoint --help)"),
         (["checkpoint", "diff", "{tmp}/run"], "Missing argument 'B'"),
         (
             ["checkpoint", "export", "{tmp}/run", "{tmp}/out.pt"],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,13 @@ from tests.kit.workers import in_threads, meet
 
 def run(cluster: InProcessCluster, *scripts: Callable[..., Any], **options: Any) -> list[Any]:
     """Runs a script in each worker of a cluster, which it is told; returns what each has returned."""
-
-    def work(strategy: ps.ParameterServerStrategy, me: int) -> Any:
-        return scripts[me](cluster, strategy, me)
-
+    work = lambda strategy, me: scripts[me](cluster, strategy, me)  # noqa: E731
     return in_threads(work, len(scripts), cluster=cluster, devices=["cpu:0"], **options)
 
 
 def created(cluster: InProcessCluster) -> int:
     """How many variables there are."""
     return int(cluster.cores[0].status().variables)
-
-
-def waits_in_round(cluster: InProcessCluster) -> bool:
-    """Whether somebody waits for another one in a round."""
-    return any(item.missing for core in cluster.cores for item in core.status().waiting)
 
 
 def a_round(strategy: ps.ParameterServerStrategy) -> float:
@@ -96,7 +87,7 @@ def test_nobody_waits_for_a_task_that_goes_on_without_it():
     def other(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
         a_round(strategy)
         if me == 2:
-            eventually(partial(waits_in_round, cluster))
+            eventually(lambda: any(item.missing for core in cluster.cores for item in core.status().waiting))
         found = [float(create(strategy, "some", me).numpy()[0])]
         a_round(strategy)
         a_round(strategy)

@@ -501,7 +501,7 @@ def test_the_first_to_come_saves(processes, seed):
         late += processes.here[0] not in began
     assert late
     own = {process: json.dumps({"of": str(process.member.task)}) for process in processes.here}
-    for process, state in own.items():
+    for process, state in reversed(own.items()):
         Exchange(process.session, process.group)._propose(Plan(snapshot=SnapshotOrder("ckpt-1", (0, 1), 1, state)))
     saver = processes.here[0]
     (plan,) = processes.job.verbs[0].watch(saver.session.number, 0, 0).result(SOON).plans
