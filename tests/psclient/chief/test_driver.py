@@ -24,10 +24,9 @@ from pswire.model.log import GenerationClosed, Member
 from pswire.model.status import OpenRound, ServerStatus, SessionState
 from pswire.telemetry.metrics import Histogram
 from tests.kit.rig import CHIEF, SOON, WORKERS, checkpoint, core, together
+from tests.kit.workers import SLOW
 
 A, B = WORKERS[:2]
-SLOW = Timeouts(heartbeat_interval=60.0)
-"""No heartbeat tells anything."""
 
 
 def is_done(job):

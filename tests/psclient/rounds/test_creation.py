@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from inspect import currentframe
@@ -15,8 +14,7 @@ import psclient as ps
 from psclient._src.network.session import Session
 from psclient._src.rounds import creation, read_cache
 from pstesting.in_process import InProcessCluster
-from pstesting.processes import QUICK, W0, W1, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
+from pstesting.script import add_all
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
@@ -160,44 +158,24 @@ def test_no_room_is_told_where_the_variable_is_created():
             assert (first.numpy().sum(), second.numpy().sum(), second.name) == (0, 0, "v")
 
 
-def differ(where):
-    """Worker 1 creates a variable of another shape than worker 0."""
-    strategy = ps.ParameterServerStrategy()
-    if ME == 1:
-        gate("second")
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-        w = ps.Variable(np.zeros(4 + ME), name="w")
-        x = ps.Variable(np.zeros(4), name="x")
-        if where == "read":
-            v.numpy()
-    say("went on", [w.name, x.name])
-    gate("end")
-
-
 @pytest.mark.parametrize("where", ["read", "end"])
-def test_a_mismatch_names_the_line_that_created_the_variable(tmp_path, where):
-    """And not the line that read another one, or left the scope; the process does not go on."""
-    with ProcessCluster(differ, tmp_path, (where,), ps=2, workers=2, timeouts=QUICK, gates=["second", "end"]) as job:
-        job.hear(W0, "went on")
-        job.open("second")
-        text = (tmp_path / "program.py").read_text(encoding="utf-8")
-        number = 1 + text[: text.index('name="w"')].count("\n")
-        said = job.hear_error(W1, "creates variable 'w' float64[5] as number 1")
-        assert f"{W0} created 'w' float64[4] as number 1" in said
-        assert re.search(rf"created at \S*program\.py:{number}\)", said)
-        assert job.exited(W1) != 0
-        assert job.said(W1, "went on") == []
-        job.open("end")
-
-
-def test_a_batch_that_failed_is_over(cluster):
-    """Later variables have no numbers: to create or read any says why, again."""
+def test_a_batch_that_failed_is_over(cluster, where):
+    """Later variables have no numbers: to create or read any says why, again. The error names the line that created the
+    variable, and not the line that read another one, or left the scope."""
     taken = PlacedVariable(0, VariableSpec("taken", TensorSpec("int8", (7,))), (0,))
     with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
         assert cluster.cores[0].create_batch(strategy._session.number, [taken]).error is None
-        with pytest.raises(ps.errors.VariableMismatch, match="'taken'"), strategy.scope():
-            v, w = ps.Variable(1.0), ps.Variable(2.0)
+
+        def create():
+            with strategy.scope():
+                made.append(ps.Variable(1.0))
+                made.append(ps.Variable(2.0))
+                if where == "read":
+                    made[1].numpy()
+
+        made, line = [], create.__code__.co_firstlineno + 2
+        refused(ps.errors.VariableMismatch, rf"'taken'.*\(created at {__file__}:{line}\)", create)
+        v, w = made
         for work in (v.numpy, w.numpy, lambda: strategy.run(lambda: add_all([(v, 3.0)]))):
             refused(ps.errors.VariableMismatch, "'taken'", work)
         with pytest.raises(ps.errors.VariableMismatch, match="'taken'"), strategy.scope():
