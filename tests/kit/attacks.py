@@ -20,7 +20,6 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
-from pswire.network.health_probe import _frame
 from pswire.servers.requests import REQUESTS
 from tests.kit import internals as inside
 from tests.kit.certificates import listening

@@ -246,7 +246,8 @@ class Voters:
         self.cores = [core(n, 0, limits[n] if limits else 0, root, self.clock, submit) for n in range(count)]
         for number, one in enumerate(self.cores):
             one.others = Mail(number, self.votes)
-        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False), copied)
+        copies = (*range(1, count), 0) if copied else ()
+        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False), copies)
         self.variables: list[PlacedVariable] = []
 
     def hear(self, change: Callable[[Vote], Sequence[Vote]] = lambda vote: [vote]) -> None:

@@ -228,13 +228,13 @@ class Job:
 
     Args:
         servers: where.
-        copied: True if each server has the copies of the one before it.
+        copies: which server has the copies of each; empty: none.
     """
 
-    def __init__(self, servers: Servers, copied: bool = False) -> None:
+    def __init__(self, servers: Servers, copies: tuple[int, ...] = ()) -> None:
         self.servers = servers
+        self.copies = copies
         self.verbs = servers.verbs
-        self._copied = copied
         self.begin()
 
     def begin(self) -> inside.JobStarted:
@@ -244,9 +244,8 @@ class Job:
         self.generation = inside.Generation(0, ())
         self.variables: list[PlacedVariable] = []
         addresses = tuple(one.address for one in self.verbs if isinstance(one, inside.RemoteServer))
-        incarnations = tuple(one.incarnation for one in self.servers.cores)
-        copies = tuple((n + 1) % len(incarnations) for n in range(len(incarnations))) if self._copied else ()
-        entry = inside.JobStarted(self.token, incarnations, addresses=addresses, copies=copies)
+        lives = tuple(one.incarnation for one in self.servers.cores)
+        entry = inside.JobStarted(self.token, lives, addresses=addresses, copies=self.copies)
         for server in self.verbs:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry

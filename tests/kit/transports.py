@@ -36,6 +36,9 @@ from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually,
 SIZE = inside.PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""
 
+SMALL = 64
+"""Elements of variables whose rounds are one part."""
+
 ON_ONE_TRANSPORT = pytest.mark.parametrize("name", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
 """For what is alike on both transports that are no gRPC: `make soak` shows that it is."""
 

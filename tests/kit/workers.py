@@ -113,6 +113,13 @@ class Worker:
         self.dealt = tuple(examples)
 
 
+class Apart(Worker):
+    """An asynchronous worker: it shares the data with the others, and makes rounds of its own."""
+
+    def slice(self) -> tuple[int, int]:
+        return 0, len(self.devices)
+
+
 def do_round(*workers: Worker) -> None:
     """Tells each worker whether any of them has a further batch."""
     more = any(worker.more for worker in workers)

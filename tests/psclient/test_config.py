@@ -58,7 +58,6 @@ def test_what_the_environment_says(monkeypatch):
     assert task_config() is None
     monkeypatch.setenv("TF_CONFIG", TF_CONFIG)
     config = task_config()
-    assert config is not None
     assert config.task == Task("worker", 0)
     services = {"PS_SERVICE_HOST": "10.0.0.1", "PS_0_PORT": "tcp://10.0.0.1:2222", "PS_PORTS": "tcp://10.0.0.1:2222"}
     others = {**services, "PS_FORMAT": "pid", "PS1": "$", "LS_TRANSPORT": "x"}

@@ -11,7 +11,6 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing.recorder import Recording, trace
-from psclient.optimizers import schedules
 from psclient.optimizers import schedules as s
 from psserver.programs.interpreter import run
 from pswire.model import tables
@@ -109,8 +108,7 @@ def test_shapes_that_do_not_fit_are_refused():
     for loss in (L.mean_squared_error, L.binary_crossentropy, L.categorical_crossentropy):
         with pytest.raises(ValueError, match=r"labels of shape \(3,\) and predictions of shape \(3, 3\) differ"):
             loss(np.ones(3), np.ones((3, 3)))
-        with pytest.raises(ValueError, match="but got a number"):
-            loss(1.0, 0.5)
+        refused(ValueError, "but got a number", lambda loss=loss: loss(1.0, 0.5))
     for labels in (np.zeros(3, int), np.zeros((4, 3), int), 0):
         with pytest.raises(ValueError, match=r"do not match predictions of shape \(4, 3\); pass one class number"):
             L.sparse_categorical_crossentropy(labels, LOGITS)
@@ -303,10 +301,10 @@ o = ps.optimizers
 MADE = {
     "SGD": lambda: o.SGD(0.1, momentum=0.9, nesterov=True, clipnorm=1.0),
     "SGD without": lambda: o.SGD(np.float32(0.5), name="mine"),
-    "Lion": lambda: o.Lion(schedules.CosineDecay(0.1, 8), beta_1=0.5),
+    "Lion": lambda: o.Lion(s.CosineDecay(0.1, 8), beta_1=0.5),
     "Adam": lambda: o.Adam(0.01, 0.8, 0.9, 1e-5, amsgrad=True, use_ema=True, ema_overwrite_frequency=3),
     "AdamW": lambda: o.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=2),
-    "Adamax": lambda: o.Adamax(schedules.LinearWarmup(schedules.ExponentialDecay(0.5, 2, 0.5), 3)),
+    "Adamax": lambda: o.Adamax(s.LinearWarmup(s.ExponentialDecay(0.5, 2, 0.5), 3)),
     "Nadam": lambda: o.Nadam(global_clipnorm=2.0),
     "Lamb": lambda: o.Lamb(clipvalue=0.25, loss_scale_factor=4.0),
     "Adagrad": lambda: o.Adagrad(0.1, 0.2, 1e-3),
@@ -354,14 +352,14 @@ def test_a_config_has_the_names_of_keras():
         "epsilon": 1e-7,
         "amsgrad": False,
     }
-    rate = o.SGD(schedules.Constant(0.25)).get_config()["learning_rate"]
+    rate = o.SGD(s.Constant(0.25)).get_config()["learning_rate"]
     assert rate == {"class_name": "Constant", "config": {"learning_rate": 0.25}}
     scale = o.SGD(loss_scale_factor=o.DynamicLossScale()).get_config()["loss_scale_factor"]
     assert scale == {
         "class_name": "DynamicLossScale",
         "config": {"initial_scale": 32768.0, "dynamic_growth_steps": 2000},
     }
-    optimizer = o.SGD(schedules.ExponentialDecay(1.0, 1, 0.5))
+    optimizer = o.SGD(s.ExponentialDecay(1.0, 1, 0.5))
     before = optimizer.get_config()
     steps(optimizer)
     assert optimizer.get_config() == before
@@ -379,7 +377,7 @@ def test_a_config_has_the_names_of_keras():
     assert warmup.get_config() == {"schedule": inner, "warmup_steps": 3.0, "initial_learning_rate": 0.0}
 
 
-class Halving(schedules.LearningRateSchedule):
+class Halving(s.LearningRateSchedule):
     """A schedule of one's own."""
 
     def __init__(self, start, name="halving"):

@@ -141,8 +141,7 @@ def test_structures_that_differ_are_told_with_the_path(first, second, message):
 
 def test_a_wrong_number_of_leaves_is_refused():
     for leaves in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match="values were passed"):
-            nest.pack_sequence_as((0, 0), leaves)
+        refused(ValueError, "values were passed", lambda leaves=leaves: nest.pack_sequence_as((0, 0), leaves))
 
 
 class Strategy:

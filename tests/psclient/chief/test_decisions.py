@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from psclient._src.chief.decisions import Beginning, decide, told_of, undone
 from psclient._src.chief.job_log import JobState
@@ -45,9 +46,14 @@ def job(*entries: LogEntry) -> JobState:
     return state
 
 
+def closes(*generation: Any, **more: Any) -> GenerationClosed:
+    """What the log says of a generation."""
+    return GenerationClosed(Generation(*generation, **more))
+
+
 def began(*members: Member) -> GenerationClosed:
     """The first generation of a job, whose members know where to begin."""
-    return GenerationClosed(Generation(1, members, start=Start(1, 0)))
+    return closes(1, members, start=Start(1, 0))
 
 
 def look(*sessions, plans=()):
@@ -86,48 +92,46 @@ def test_a_new_member_is_taken_in_at_its_join_point():
     state = job(began(a))
     assert decide(state, look(at(a), at(b)), {A}) == []
     assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="dataset:0")), {A}) == [
-        GenerationClosed(Generation(2, (a, b), "save"))
+        closes(2, (a, b), "save")
     ]
     assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="save")), {A}) == [
-        GenerationClosed(Generation(2, (a, b, c), "save"))
+        closes(2, (a, b, c), "save")
     ]
-    state = job(began(a), GenerationClosed(Generation(2, (a, b), "save")))
+    state = job(began(a), closes(2, (a, b), "save"))
     other = look(at(a), at(b), at(c, join_point="dataset:0"))
     assert decide(state, other, {A}) == []
-    assert decide(state, look(at(a), at(b), at(c, join_point="save")), {A}) == [
-        GenerationClosed(Generation(3, (a, b, c), "save"))
-    ]
+    assert decide(state, look(at(a), at(b), at(c, join_point="save")), {A}) == [closes(3, (a, b, c), "save")]
     state.take([Started(Start(2, 7))])
-    assert decide(state, other, {A}) == [GenerationClosed(Generation(3, (a, b, c), "dataset:0"))]
+    assert decide(state, other, {A}) == [closes(3, (a, b, c), "dataset:0")]
 
 
 def test_a_member_that_is_gone_is_excluded():
     """Whether it is lost, or heartbeats and holds a round up."""
     state = job(began(a, b))
-    assert decide(state, look(at(a), at(b, "lost")), BOTH) == [GenerationClosed(Generation(2, (a,)))]
-    assert decide(state, look(at(a), at(b)), BOTH, hung={b.session}) == [GenerationClosed(Generation(2, (a,)))]
+    assert decide(state, look(at(a), at(b, "lost")), BOTH) == [closes(2, (a,))]
+    assert decide(state, look(at(a), at(b)), BOTH, hung={b.session}) == [closes(2, (a,))]
 
 
 def test_who_comes_back_to_nobody_begins_after_the_last_round():
     """First those who are gone are fenced; only then the servers are asked."""
     state, back = job(began(a)), at(b, join_point="dataset:0")
-    assert decide(state, look(at(a, "lost"), back), {A}) == [GenerationClosed(Generation(2, ()))]
-    state.take([GenerationClosed(Generation(2, ()))])
+    assert decide(state, look(at(a, "lost"), back), {A}) == [closes(2, ())]
+    state.take([closes(2, ())])
     (beginning,) = decide(state, look(at(a, "lost"), back), {A})
     assert beginning == Beginning(3, (b,))
     told = (Position(0, 1, 8),)
     waits = (OpenRound(6, "a sum", (A,), True),)
     statuses = [status(round=4), status(1, round=5, waiting=waits, positions=told)]
-    assert beginning.closed(statuses) == GenerationClosed(Generation(3, (b,), start=Start(3, 7, told)))
-    assert beginning.closed([status(), status(1)]) == GenerationClosed(Generation(3, (b,), start=Start(3, 0)))
+    assert beginning.closed(statuses) == closes(3, (b,), start=Start(3, 7, told))
+    assert beginning.closed([status(), status(1)]) == closes(3, (b,), start=Start(3, 0))
 
 
 def test_asynchronous_members_come_and_go_at_once():
     """Who is gone is fenced first, so that its place is final; each who is new has a generation, and begins at that."""
     x, y, z = (replace(member, consistency=ASYNC) for member in (a, b, c))
     state = job(began(x, y))
-    assert decide(state, look(at(x), at(y, "lost"), at(z)), BOTH) == [GenerationClosed(Generation(2, (x,)))]
-    state.take([GenerationClosed(Generation(2, (x,)))])
+    assert decide(state, look(at(x), at(y, "lost"), at(z)), BOTH) == [closes(2, (x,))]
+    state.take([closes(2, (x,))])
     back = replace(y, session=21)
     decided = decide(state, look(at(x), at(z), at(back)), BOTH)
     assert decided == [Beginning(3, (x, z), C), Beginning(4, (x, back, z), B)]
@@ -142,9 +146,9 @@ def test_asynchronous_members_come_and_go_at_once():
 def test_a_job_ends_when_its_members_have_left():
     """A task that is here, or did not do its part, is waited for; what is undone is known by its newest session."""
     state = job(began(a, b))
-    assert decide(state, look(at(a, "left"), at(b)), BOTH) == [GenerationClosed(Generation(2, (b,)))]
+    assert decide(state, look(at(a, "left"), at(b)), BOTH) == [closes(2, (b,))]
     assert Done() not in decide(state, look(at(a, "left"), at(b, "failed")), BOTH)
-    assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [GenerationClosed(Generation(2, ())), Done()]
+    assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [closes(2, ()), Done()]
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
     assert undone(sessions, {A, B, C}) == {A: "still connected", C: "never connected"}
 
@@ -161,21 +165,19 @@ def test_who_asks_to_leave_is_let_go_where_a_step_begins():
     """It is in the generation as one who leaves: it makes rounds with the others until all take that in."""
     state = job(began(a, b, c))
     sessions = [paced(a), paced(b, LEAVES), paced(c)]
-    assert decide(state, look(*sessions), {A}) == [GenerationClosed(Generation(2, (a, c), STEP, None, (b,)))]
-    state.take([GenerationClosed(Generation(2, (a, c), STEP, None, (b,)))])
+    assert decide(state, look(*sessions), {A}) == [closes(2, (a, c), STEP, None, (b,))]
+    state.take([closes(2, (a, c), STEP, None, (b,))])
     assert decide(state, look(*sessions), {A}) == []
     assert decide(state, look(paced(a), paced(b, LEAVES, "left"), paced(c)), {A}) == [], "nobody waits for it"
-    assert decide(state, look(paced(a), paced(b, LEAVES, "lost"), paced(c)), {A}) == [
-        GenerationClosed(Generation(3, (a, c)))
-    ]
+    assert decide(state, look(paced(a), paced(b, LEAVES, "lost"), paced(c)), {A}) == [closes(3, (a, c))]
     sessions[2] = paced(c, LEAVES)
-    assert decide(state, look(*sessions), {A}) == [GenerationClosed(Generation(3, (a,), STEP, None, (b, c)))]
+    assert decide(state, look(*sessions), {A}) == [closes(3, (a,), STEP, None, (b, c))]
     sessions[0] = at(a, "lost")
-    assert decide(state, look(*sessions), {A}) == [GenerationClosed(Generation(3, (), STEP, None, (b, c)))]
+    assert decide(state, look(*sessions), {A}) == [closes(3, (), STEP, None, (b, c))]
 
 
 def test_who_comes_where_all_leave_waits_until_they_are_gone():
-    state = job(began(a), GenerationClosed(Generation(2, (), STEP, None, (a,))))
+    state = job(began(a), closes(2, (), STEP, None, (a,)))
     new = paced(b, join_point="dataset:0")
     assert decide(state, look(paced(a, LEAVES), new), {A}) == []
     assert decide(state, look(paced(a, LEAVES, "left"), new), {A}) == [Beginning(3, (b,))]
@@ -183,37 +185,31 @@ def test_who_comes_where_all_leave_waits_until_they_are_gone():
 
 def test_new_members_wait_until_those_who_leave_have():
     """They would begin amid rounds that these still make; and while one is taken in, nobody is let go."""
-    state = job(began(a, b), GenerationClosed(Generation(2, (a,), STEP, None, (b,))))
+    state = job(began(a, b), closes(2, (a,), STEP, None, (b,)))
     new = paced(c, join_point="dataset:0")
     assert decide(state, look(paced(a), paced(b, LEAVES), new), {A}) == []
-    assert decide(state, look(paced(a), paced(b, LEAVES, "left"), new), {A}) == [
-        GenerationClosed(Generation(3, (a, c), "dataset:0"))
-    ]
-    state.take([GenerationClosed(Generation(3, (a, c), "dataset:0"))])
+    assert decide(state, look(paced(a), paced(b, LEAVES, "left"), new), {A}) == [closes(3, (a, c), "dataset:0")]
+    state.take([closes(3, (a, c), "dataset:0")])
     assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == []
     state.take([Started(Start(3, 7))])
-    assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == [
-        GenerationClosed(Generation(4, (c,), STEP, None, (a,)))
-    ]
+    assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == [closes(4, (c,), STEP, None, (a,))]
 
 
 def test_one_checkpoint_is_saved_for_all_who_leave_together():
     """The generation says which ordered it, so that who takes several in at once saves once."""
     state = job(began(a, b, c))
-    first = GenerationClosed(Generation(2, (a, c), STEP, None, (b,), 2))
+    first = closes(2, (a, c), STEP, None, (b,), 2)
     sessions = [paced(a), paced(b, SAVES), paced(c, LEAVES)]
     assert decide(state, look(*sessions[:2], paced(c)), {A}) == [first]
-    assert decide(state, look(*sessions), {A}, may_save=False) == [
-        GenerationClosed(Generation(2, (a,), STEP, None, (b, c)))
-    ]
+    assert decide(state, look(*sessions), {A}, may_save=False) == [closes(2, (a,), STEP, None, (b, c))]
     state.take([first])
-    assert decide(state, look(*sessions), {A}) == [GenerationClosed(Generation(3, (a,), STEP, None, (b, c), 2))]
+    assert decide(state, look(*sessions), {A}) == [closes(3, (a,), STEP, None, (b, c), 2)]
     saves = LeaveSaves(10.0)
     assert saves.may(5.0)
     saves.decided([first], 5.0)
     assert not saves.may(15.0)
     assert saves.may(15.1)
-    saves.decided([GenerationClosed(Generation(3, (a,), STEP, None, (b, c), 2))], 15.1)
+    saves.decided([closes(3, (a,), STEP, None, (b, c), 2)], 15.1)
     assert saves.may(15.2), "that one ordered nothing"
 
 
@@ -305,18 +301,18 @@ def test_who_is_gone_is_fenced_before_a_change():
     """So what it sent arrives before the servers are asked, or never."""
     state = job(began(a, b))
     here = look(asks(a, TO_ASYNC), asks(b, TO_ASYNC, "lost"))
-    assert decide(state, here, BOTH) == [GenerationClosed(Generation(2, (a,)))]
-    state.take([GenerationClosed(Generation(2, (a,)))])
+    assert decide(state, here, BOTH) == [closes(2, (a,))]
+    state.take([closes(2, (a,))])
     (beginning,) = decide(state, here, BOTH)
     assert beginning.members == (a,)
     assert beginning.change == TO_ASYNC
     own = job(began(*(replace(member, consistency=ASYNC) for member in (a, b))))
-    assert decide(own, here, BOTH) == [GenerationClosed(Generation(2, (replace(a, consistency=ASYNC),)))]
+    assert decide(own, here, BOTH) == [closes(2, (replace(a, consistency=ASYNC),))]
 
 
 def test_a_change_waits_for_nobody_who_waits_to_be_taken_in():
     """It goes on waiting, and is taken in afterwards, as all make their rounds by then."""
-    state = job(began(a), GenerationClosed(Generation(2, (a, b), "dataset:0")))
+    state = job(began(a), closes(2, (a, b), "dataset:0"))
     late = asks(b, join_point="dataset:0")
     (beginning,) = decide(state, look(asks(a, TO_ASYNC), late), {A})
     assert beginning.members == (a,)
@@ -331,11 +327,11 @@ def test_a_change_waits_for_nobody_who_waits_to_be_taken_in():
 def test_who_was_taken_in_or_leaves_at_a_later_step_is_waited_for():
     """It makes rounds as all do, once an older member has said where it begins; who leaves is still in the
     generation."""
-    state = job(began(a), GenerationClosed(Generation(2, (a, b), "dataset:0")), Started(Start(2, 3)))
+    state = job(began(a), closes(2, (a, b), "dataset:0"), Started(Start(2, 3)))
     assert decide(state, look(asks(a, TO_ASYNC), asks(b, join_point="dataset:0")), {A}) == []
     (beginning,) = decide(state, look(asks(a, TO_ASYNC), asks(b, TO_ASYNC)), {A})
     assert beginning.members == (a, b)
-    state = job(began(a, b), GenerationClosed(Generation(2, (a,), STEP, leaving=(b,))))
+    state = job(began(a, b), closes(2, (a,), STEP, leaving=(b,)))
     assert decide(state, look(asks(a, TO_ASYNC), asks(b)), BOTH) == []
     (beginning,) = decide(state, look(asks(a, TO_ASYNC), asks(b, TO_ASYNC)), BOTH)
     assert beginning.members == (a, b)
@@ -355,16 +351,14 @@ def test_nobody_begins_before_the_round_of_the_last_change():
     (beginning,) = decide(state, look(asks(x, TO_ASYNC), asks(z)), {A})
     for places in ((), (WorkerProgress(C, 2, ()),)):
         closed = beginning.closed([status(round=9, places=places)])
-        assert closed == GenerationClosed(Generation(3, (x, z), start=Start(3, 5, POSITIONS)))
+        assert closed == closes(3, (x, z), start=Start(3, 5, POSITIONS))
     further = beginning.closed([status(places=(WorkerProgress(C, 7, ()),))])
     assert further.generation.start == Start(3, 8)
 
 
 def test_a_server_is_taken_back_once_who_leaves_has_left():
     """A member that has left holds nobody up for the rest of the job; one that is on its way is waited for."""
-    state = job(began(a, b), GenerationClosed(Generation(2, (a,), STEP, leaving=(b,))), Started(Start(2, 5)))
+    state = job(began(a, b), closes(2, (a,), STEP, leaving=(b,)), Started(Start(2, 5)))
     mine, back = at(a), Return(1, 9, 3)
     assert decide(state, look(mine, at(b)), BOTH, back=back) == []
-    assert decide(state, look(mine, at(b, "left")), BOTH, back=back) == [
-        GenerationClosed(Generation(3, (a,), STEP, returns=back))
-    ]
+    assert decide(state, look(mine, at(b, "left")), BOTH, back=back) == [closes(3, (a,), STEP, returns=back)]

@@ -23,18 +23,10 @@ from pswire.limits import Timeouts
 from pswire.model.log import GenerationClosed, Member
 from pswire.model.status import OpenRound, ServerStatus, SessionState
 from pswire.telemetry.metrics import Histogram
-from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, core, serving, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, checkpoint, core, together
+from tests.kit.workers import SLOW
 
 A, B = WORKERS[:2]
-SLOW = Timeouts(heartbeat_interval=60.0)
-"""No heartbeat tells anything."""
-
-
-@pytest.fixture
-def job(tmp_path):
-    """Two servers and a chief that does nothing by itself."""
-    with serving("core", 2, tmp_path) as servers:
-        yield Job(servers)
 
 
 def is_done(job):

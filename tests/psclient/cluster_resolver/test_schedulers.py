@@ -7,7 +7,6 @@ torchrun are in `tests/deploy` and `tests/frameworks`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from psclient.cluster_resolver import KubernetesClusterResolver, SlurmClusterRes
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError
 from tests.kit.strategies import refused
-
-Pod = Callable[..., KubernetesClusterResolver]
 
 VARIABLES = ("HOSTNAME", "JOB_COMPLETION_INDEX", "JOB_COMPLETIONS", "JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_INDEX")
 JOBS = {"ps": 2, "worker": 4}
@@ -75,7 +72,6 @@ def test_a_pod_knows_the_others(pod):
     assert resolver.cluster_spec().job_tasks("worker") == [f"worker-{index}:0" for index in range(4)]
     assert (resolver.master("ps", 1), resolver.master(rpc_layer="x")) == ("grpc://ps-1.ps:2222", "x://worker-3:0")
     config = task_of(resolver)
-    assert config is not None
     assert config.task == Task("worker", 3)
     assert isinstance(resolver, ps.ClusterResolver)
     of_two = pod("digits-worker-1-1", {"JOB_COMPLETIONS": "2"}, completions={"ps": 1})
@@ -117,7 +113,6 @@ def test_what_is_no_pod_of_the_cluster_is_refused(pod, host, variables, given, s
         refused(ValueError, words, lambda wrong=wrong: pod("worker-0", **wrong))
 
 
-Slurm = Callable[..., SlurmClusterResolver]
 ONE_GPU = {"gpus_per_node": 1, "gpus_per_task": 1}
 
 
@@ -267,8 +262,6 @@ def test_what_is_no_slurm_step_is_told(slurm, case):
     refused(error, said, lambda: slurm(*step, **given))
 
 
-Torchrun = Callable[..., TorchrunClusterResolver]
-
 TORCHRUN = {
     "RANK": "4",
     "WORLD_SIZE": "6",
@@ -308,7 +301,6 @@ def test_the_first_ranks_are_servers(torchrun):
 def test_by_itself_one_task_is_a_server(torchrun):
     """And all others are workers; tasks of one node are of one host, so that they share its cores."""
     config = task_of(torchrun(jobs={"worker": 4, "ps": 2}, port_base=9000))
-    assert config is not None
     assert config.task == Task("worker", 2)
     assert config.cluster.at_host_of(Task("worker", 0)) == [Task("ps", 0), Task("ps", 1), Task("worker", 0)]
     assert config.cluster.at_host_of(Task("worker", 2)) == [Task("worker", index) for index in (1, 2, 3)]

@@ -22,7 +22,8 @@ from psclient._src.data.group import Passes
 from psclient._src.data.progress import Progress
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from pswire.model.log import Examples, Position
-from tests.kit.workers import Worker, distributed, do_round, rows, team
+from tests.kit.strategies import refused
+from tests.kit.workers import Apart, Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----
 
@@ -41,25 +42,8 @@ def test_each_worker_knows_its_fraction_of_a_batch(split):
     assert workers[0].fraction is None
 
 
-def test_a_newer_epoch_of_membership_changes_the_slices():
-    """Asked for before each batch; the batch after it is cut anew."""
-    worker = Worker(replicas=2)
-    batches = iter(distributed(ArrayDataset(np.arange(12)).batch(4), worker))
-    assert rows(next(batches)) == [[0, 1]]
-    worker.where = (0, 1)
-    assert rows(next(batches)) == [[4, 5, 6, 7]]
-    assert worker.events == ["join 0", "boundary 0", "boundary 0"]
-
-
-class Asynchronous(Worker):
-    """It makes rounds alone, and shares the data with all."""
-
-    def slice(self) -> tuple[int, int]:
-        return 0, 1
-
-
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
-@pytest.mark.parametrize("kind", [Worker, Asynchronous])
+@pytest.mark.parametrize("kind", [Worker, Apart])
 def test_workers_share_by_data(kind, policy):
     """Without prefetching batches are NumPy arrays, whatever the replica's device is."""
     worker, options = kind(1, 1, 2), InputOptions(False, policy)
@@ -70,8 +54,7 @@ def test_workers_share_by_data(kind, policy):
 
 def test_an_unbatched_dataset_is_refused():
     """When it is distributed, not when it is used."""
-    with pytest.raises(ValueError, match="global_batch_size"):
-        distributed(ArrayDataset(np.arange(4)), Worker())
+    refused(ValueError, "global_batch_size", lambda: distributed(ArrayDataset(np.arange(4)), Worker()))
     with pytest.raises(ValueError, match=r"call dataset.batch"):
         DistributedDatasetFromFunction(lambda _: ArrayDataset(np.arange(4)), InputContext(), Worker(), 0)
 
@@ -173,19 +156,6 @@ def test_each_replica_takes_one_batch_a_step():
     assert [(part.shape, part.dtype) for part in first.values] == [((0, 3), np.int8)] * 2
 
 
-def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches():
-    """For as long as another one has data; both then end in the same step, and begin the next pass anew."""
-    short, long = Worker(), Worker(1, 1, 2)
-    one = from_batches([np.arange(2)], short)
-    other = from_batches([np.arange(2), np.arange(3), np.arange(1)], long)
-    for _ in range(2):
-        sizes = []
-        for a, b in zip(one, other, strict=True):
-            sizes.append((len(a), len(b), sorted(short.empty)))
-            do_round(short, long)
-        assert sizes == [(2, 2, []), (0, 3, [0]), (0, 1, [0])]
-
-
 class Forever:
     """Endless batches, as a function may give."""
 
@@ -227,8 +197,7 @@ def test_a_worker_without_any_batch_is_told_so():
         next(iter(from_batches([], Worker(), InputContext(2, 1, 2))))
     once = from_batches(Once(), Worker())
     assert len(list(once)) == 1
-    with pytest.raises(ValueError, match=r"no batch in pass 1.*must start again each time"):
-        list(once)
+    refused(ValueError, r"no batch in pass 1.*must start again each time", lambda: list(once))
 
 
 def test_a_worker_that_joins_asynchronous_ones_is_told_that_it_gets_no_batches(caplog):
@@ -251,7 +220,7 @@ def test_workers_end_together_however_seldom_rounds_are(every, lengths):
         raise AssertionError("a round was made")
 
     three, unasked = [np.zeros(2)] * 3, Passes(make_round=refuse)
-    for alone in (Worker(), Asynchronous(1, 1, 4)):
+    for alone in (Worker(), Apart(1, 1, 4)):
         own = DistributedDatasetFromFunction(lambda _: three, InputContext(), alone, 0, unasked)
         assert len(list(own)) == 3
     workers = team((1, 1))
@@ -336,8 +305,7 @@ def test_an_iterator_gives_its_batches_by_three_names():
     assert iter(iterator) is iterator
     assert [int(take()[0]) for take in (iterator.get_next, iterator.next, partial(next, iterator))] == [0, 1, 2]
     for _ in range(2):
-        with pytest.raises(StopIteration):
-            iterator.get_next()
+        refused(StopIteration, "", iterator.get_next)
     worker = Worker()
     iterator = iter(distributed(ArrayDataset(np.arange(3)).batch(1), worker))
     assert worker.events == []

@@ -52,14 +52,7 @@ def test_options_that_cannot_be(make, given, said):
 
 WRONG = {
     "capacity too small": ({"capacity": 1000}, ValueError, "table 'users': a capacity of 1000 rows"),
-    "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts rows only above a limit"),
     "no size": ({"memory_limit": "4 Gigs"}, ValueError, "memory_limit of table 'users'"),
-    "no dimension": ({"dim": 0}, ValueError, "table 'users': a row of shape"),
-    "keys of floats": ({"key_dtype": "float32"}, ValueError, "table 'users': keys must be int64 or uint64"),
-    "random integers": ({"value_dtype": "int32"}, ValueError, "table 'users': rows of int32"),
-    "refused": ({"refused": "nothing"}, ValueError, "table 'users': refused"),
-    "filter": ({"admission": de.CounterFilter(0)}, ValueError, "table 'users': k of a CounterFilter"),
-    "no filter": ({"admission": 3}, ValueError, "table 'users': admission must be one of"),
     "checkpoint": ({"checkpoint": False}, ValueError, "supported, because checkpoints contain all tables; remove it"),
     "storage": ({"storage": 3}, TypeError, "use StorageOption"),
     "storage that does not exist yet": ({"storage": "dram_ssd"}, ValueError, "storage 'dram_ssd' is not supported"),

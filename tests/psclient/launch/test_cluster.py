@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from pstesting import forks
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.server_options import ServerOptions
-from tests.kit.shell import free_port
+from tests.kit.shell import PROGRAMS, free_port, shell
 from tests.kit.strategies import refused
 
 SECONDS = 180
@@ -255,24 +254,18 @@ def test_a_server_alone(tmp_path):
     with process:
         host, _, port = address.rpartition(":")
         socket.create_connection((host, int(port)), timeout=SECONDS).close()
-        assert process.stdin
         process.stdin.close()
         assert process.wait(SECONDS) == 0
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="did not start"):
         launch.start_server(port=taken.getsockname()[1], stderr=subprocess.PIPE)
 
 
-def psworker(*args: str, cwd: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "psclient", *args]
-    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return forks.Forked[str](command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
-
-
 def standalone(script: str, cwd: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """Starts two servers and two workers, and waits until each worker has said "ready"."""
-    flags = ["--standalone", "--ps", "2", "--workers", "2", "--no-chief"]
-    launcher = psworker(*flags, script, cwd=cwd)
-    assert launcher.stdout
+    command = [*PROGRAMS["psworker"], "--standalone", "--ps", "2", "--workers", "2", "--no-chief", script]
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    keys = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environ}
+    launcher = forks.Forked[str](command, cwd=cwd, **keys)
     ready: set[str] = set()
     while len(ready) < 2:
         line = launcher.stdout.readline()
@@ -321,7 +314,6 @@ def test_a_second_signal_kills(script, tmp_path):
     )
     launcher, children = standalone(script(text), tmp_path)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.stdout
     while "no\n" not in launcher.stdout.readline():
         pass
     began = time.monotonic()
@@ -337,11 +329,10 @@ def test_a_file_gives_the_cluster_and_flags_win(script, tmp_path):
     traceback, headed by its name."""
     text = "print(sys.argv[1:])\nif me:\n    raise KeyError(me)"
     (tmp_path / "c.yaml").write_text(f"workers: 3\nchief: none\nscript: {script(text)}\nargs: [a]\n")
-    launcher = psworker("--config", "c.yaml", "--workers", "2", cwd=tmp_path)
-    out, err = launcher.communicate(timeout=SECONDS)
-    assert launcher.returncode == 1
-    assert "[worker 0] ['a']" in out
-    assert "[worker 2]" not in out
-    assert "\x1b" not in out + err
-    last = err[err.index("psworker: /job:worker/task:1 failed") :]
+    done = shell(["psworker", "--config", "c.yaml", "--workers", "2"], tmp_path)
+    assert done.code == 1
+    assert "[worker 0] ['a']" in done.out
+    assert "[worker 2]" not in done.out
+    assert "\x1b" not in done.out + done.err
+    last = done.err[done.err.index("psworker: /job:worker/task:1 failed") :]
     assert last.endswith("KeyError: 1\n")

@@ -160,8 +160,7 @@ def test_a_server_that_stops_is_told_of(streams):
         job.job.arrived(job.workers[0])
         job.thread.stop()
         for waiting in (push, pull):
-            with pytest.raises(ServerLost, match="was stopped"):
-                waiting.result(SOON)
+            refused(ServerLost, "was stopped", lambda waiting=waiting: waiting.result(SOON))
 
 
 def test_a_call_that_is_interrupted_is_cancelled():

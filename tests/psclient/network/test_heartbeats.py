@@ -33,12 +33,6 @@ LEASE = 0.8
 """Seconds."""
 
 
-@pytest.fixture(params=["tcp", "shm"])
-def name(request):
-    """A transport that is no gRPC."""
-    return request.param
-
-
 class Heartbeats:
     """A member that heartbeats: how many heartbeats were calls of gRPC, and how many the server took on transports."""
 

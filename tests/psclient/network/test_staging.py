@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arrays import devices
-from psclient._src.arrays import devices as client_arrays
 from psclient._src.arrays.devices import Device, Download
 from psclient._src.distribute.destinations import to_devices
 from psclient._src.distribute.reduction import combine
@@ -288,36 +287,24 @@ class Gpu:
         self.streams[device].work.append(fail)
 
 
-@contextlib.contextmanager
-def slow_gpu() -> Iterator[Gpu]:
-    """Has our array modules use the stand-in."""
-    gpu, before = Gpu(), sys.modules.get("cupy")
-    sys.modules["cupy"] = gpu.module
-    _forget()  # Where there is a GPU, earlier tests may have used it.
-    try:
-        yield gpu
-    finally:
-        _forget()
-        if before is None:
-            del sys.modules["cupy"]
-        else:
-            sys.modules["cupy"] = before
-
-
-def _forget() -> None:
-    client_arrays._copies.cache_clear()
-    server_arrays._copies.cache_clear()
-
-
 # ---- tests ----
 
 GPU, OTHER = Device("gpu", 0), Device("gpu", 1)
 
 
+def _forget() -> None:
+    devices._copies.cache_clear()
+    server_arrays._copies.cache_clear()
+
+
 @pytest.fixture
-def gpu():
-    with slow_gpu() as found:
-        yield found
+def gpu(monkeypatch):
+    """Has our array modules use the stand-in."""
+    found = Gpu()
+    monkeypatch.setitem(sys.modules, "cupy", found.module)
+    _forget()  # Where there is a GPU, earlier tests may have used it.
+    yield found
+    _forget()
 
 
 def download(array: devices.AnyArray) -> Download:
@@ -631,8 +618,7 @@ def test_a_copy_that_fails_says_so(gpu):
     gpu.break_down()
     bad = download(gpu.array([2.0]))
     payload = staging.pack([good, bad])
-    with pytest.raises(CUDARuntimeError, match="illegal memory access"):
-        staging.fill([good, bad], [payload])
+    refused(CUDARuntimeError, "illegal memory access", lambda: staging.fill([good, bad], [payload]))
     assert payload.end == 8
     assert not payload.whole
 
@@ -689,8 +675,7 @@ def test_nobody_waits_for_the_rest_once_the_connection_is_closed(stack, transpor
     growing.add(*whole.chunks[0])
     eventually(lambda: growing._waiting)  # for the rest
     site.server.close()
-    with pytest.raises(PSError, match="closed"):
-        push.result(SOON)
+    refused(PSError, "closed", lambda: push.result(SOON))
     stack.close()
     eventually(lambda: working() <= before)
 

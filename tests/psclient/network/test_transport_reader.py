@@ -22,16 +22,7 @@ from psclient._src.network.transport_reader import TransportReader
 from pswire.api import RoundReply
 from pswire.errors import PSError
 from tests.kit.rig import SOON, eventually
-from tests.kit.transports import SIZE, Site
-
-SMALL = 64
-"""Elements of variables whose rounds are one part."""
-
-
-@pytest.fixture(params=["tcp", "shm"])
-def name(request):
-    """A transport that is no gRPC."""
-    return request.param
+from tests.kit.transports import SIZE, SMALL, Site
 
 
 class Waiting:

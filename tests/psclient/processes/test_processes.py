@@ -80,7 +80,6 @@ def started(text: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     owner = forks.Forked[str](
         [sys.executable, "-c", START + text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout
     return owner, psutil.Process(int(owner.stdout.readline()))
 
 
@@ -115,11 +114,9 @@ def test_a_fork_does_not_own_it():
         "print(long, flush=True)\nsys.stdin.read()\nos._exit(0)\n"
     )
     owner, server = started(text)
-    assert owner.stdout
     fork = psutil.Process(int(owner.stdout.readline()))
     try:
         assert server.is_running()
-        assert owner.stdin
         owner.stdin.close()
         owner.wait(SECONDS)
         psutil.wait_procs([server], timeout=SECONDS)
@@ -146,7 +143,6 @@ def test_a_cluster_is_found_as_it_was_told(directory):
     assert find_clusters() == []
     refused(ConfigError, r"no cluster started by psworker --standalone", lambda: choose(""))
     path = register("dir/train.py", SERVERS, CLUSTER, SECRET)
-    assert path is not None
     assert (path.stat().st_mode & 0o777, directory.stat().st_mode & 0o777) == (0o600, 0o700)
     (found,) = find_clusters()
     name = f"train-{os.getpid()}"
@@ -163,7 +159,6 @@ def test_a_cluster_is_found_as_it_was_told(directory):
 def test_a_launcher_that_is_gone_counts_for_nothing(directory):
     """Nor does another process that has its number now; the file is removed."""
     path = register("train.py", SERVERS, CLUSTER, SECRET)
-    assert path is not None
     said = json.loads(path.read_text())
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         other = {"pid": child.pid, "started": started_at(child.pid)}
@@ -195,7 +190,6 @@ PASSED_OVER: list[Callable[[Path], object]] = [
 def test_files_that_are_not_ours_alone_are_passed_over(directory, change):
     """Who could write it could name servers of his own; a link may lead anywhere; and whatever else it has."""
     path = register("train.py", SERVERS, CLUSTER, SECRET)
-    assert path is not None
     change(path)
     assert find_clusters() == []
     assert path.exists()

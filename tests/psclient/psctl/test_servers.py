@@ -24,7 +24,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.security.identity import Security
 from pswire.security.session_numbers import count_of
 from tests.kit.certificates import guarded
-from tests.kit.rig import WORKERS, Job, Servers, core, create, sum_into, together
+from tests.kit.rig import WORKERS, Job, Servers, core, create, serving, sum_into, together
 
 
 class Beside:
@@ -150,6 +150,32 @@ def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
             assert code == 2
             assert f"{wrong!r} is not an address" in said
     assert call("health", address) == (1, f"{address} does not serve: nothing listens there\n", "")
+
+
+NO_JOB = "no job runs on these servers, so they cannot be moved"
+NO_COPIES = "a server can move only if its variables have copies; start the job with PS_REPLICATION_FACTOR=2"
+WRONG = {
+    ("move", "ps:9"): "psctl: error: the job has 2 servers, so there is no /job:ps/task:9",
+    ("move", "ps:0"): "no standby server can replace /job:ps/task:0; start one on another machine with",
+    ("move", "ps:1"): NO_COPIES,
+    ("rebalance",): NO_JOB,
+    ("move", "worker:0"): "'worker:0' is neither a server nor the domain of a server; write ps:0",
+    ("move", "/job:worker/task:0"): "/job:worker/task:0 is not a server; write ps:0",
+    ("move", "ps:0", "--to", "nowhere"): "no standby server can replace /job:ps/task:0",
+    ("drain", "ps:1"): "there is no standby server for",
+    ("drain", "rack-9"): "'rack-9' is neither a server nor the domain of a server; write ps:0",
+    ("move",): "Missing argument 'TASK'",
+}
+
+
+@pytest.mark.parametrize("args", WRONG, ids=" ".join)
+def test_what_cannot_be_done_is_said(call, bare, tmp_path, args):
+    """At once, with what to do."""
+    with serving("grpc", 2, tmp_path) as servers:
+        if WRONG[args] != NO_JOB:
+            Job(servers, copies=() if WRONG[args] == NO_COPIES else (1, 0))
+        done = call(*args, "--address", ",".join(server.address for server in servers.verbs))
+    assert (done.code, WRONG[args] in done.err) == (2, True), done.err
 
 
 @pytest.fixture

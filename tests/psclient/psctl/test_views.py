@@ -30,15 +30,7 @@ from pswire.errors import ConfigError
 from pswire.model.consistency import ASYNC, SYNC
 from pswire.model.log import Done, Generation, JobStarted, Member
 from pswire.model.plan import PlacedVariable, VariableSpec
-from pswire.model.status import (
-    Happened,
-    LocalProgress,
-    OpenRound,
-    Pace,
-    ServerStatus,
-    SessionState,
-    WorkerProgress,
-)
+from pswire.model.status import Happened, LocalProgress, OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.security.identity import Security
@@ -52,6 +44,7 @@ from pswire.telemetry.views.variable_list import VariableView, beside, slots, to
 from pswire.telemetry.views.words import STATES
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS, Job, Servers, core, remote, serving
+from tests.kit.storage import write_checkpoint
 
 W0, W1 = WORKERS[:2]
 CHIEF = Task("chief", 0)
@@ -323,10 +316,27 @@ def test_values_and_their_statistics_are_json(data, dtype):
         (["read", "x", "--npy", "{tmp}/no/x.npy"], "there is no directory {tmp}/no for x.npy"),
         (["status", "--address", "h:1", "--tls-cert", "{tmp}/none"], "missing: --tls-key, --tls-ca"),
         (["--address", "h:1,,", "status"], "'' is not an address"),
+        (["checkpoint", "show", "{tmp}/nowhere"], "nowhere does not exist; give the whole path on this machine"),
+        (["checkpoint", "show", "{tmp}/run/ckpt-1/manifest.json"], "is a file, not the directory of a checkpoint"),
+        (["checkpoint", "show", "{tmp}"], "there is no complete checkpoint in"),
+        (["checkpoint", "ls", "{tmp}/nowhere"], "nowhere does not exist"),
+        (["checkpoint", "ls", "{tmp}/run/ckpt-1/manifest.json"], "is a file, not a directory of checkpoints"),
+        (["checkpoint", "verify", "what://x/y"], "what://x/y cannot be opened: Protocol not known: what"),
+        (["checkpoint", "verify"], "Missing argument 'PATH'. (see psctl checkpoint verify --help)"),
+        (["checkpoint", "verfy", "x"], "No such command 'verfy'"),
+        (["checkpoint", "diff", "{tmp}/run"], "Missing argument 'B'"),
+        (
+            ["checkpoint", "export", "{tmp}/run", "{tmp}/out.pt"],
+            "out.pt has an unknown extension; use .safetensors",
+        ),
+        (["checkpoint", "export", "{tmp}/run", "{tmp}/there.npz"], "already exists; give another name, or --force"),
+        (["checkpoint", "export", "{tmp}/run", "{tmp}/no/out.npz"], "there is no directory {tmp}/no for out.npz"),
     ],
 )
 def test_wrong_use_is_one_line(call, bare, tmp_path, args, said):
     """What is wrong and what to do, with exit code 2; with --json as JSON."""
+    write_checkpoint(tmp_path / "run" / "ckpt-1", {"w": np.ones(2)})
+    (tmp_path / "there.npz").touch()
     args, said = [arg.format(tmp=tmp_path) for arg in args], said.format(tmp=tmp_path)
     text, told = call(*args), call(*args, "--json")
     assert text.code == told.code == 2

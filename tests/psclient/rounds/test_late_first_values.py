@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,45 +14,19 @@ import psclient as ps
 from psclient._src.rounds import first_values
 from pstesting.in_process import InProcessCluster
 from pswire.limits import Timeouts
+from tests.kit.rig import eventually
+from tests.kit.workers import in_threads, meet
 
 
-def until(happened: Callable[[], bool]) -> None:
-    """Waits for an event."""
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+def run(cluster: InProcessCluster, *scripts: Callable[..., Any], **options: Any) -> list[Any]:
+    """Runs a script in each worker of a cluster, which it is told; returns what each has returned."""
+    work = lambda strategy, me: scripts[me](cluster, strategy, me)  # noqa: E731
+    return in_threads(work, len(scripts), cluster=cluster, devices=["cpu:0"], **options)
 
 
-class Job:
-    """Some workers of one cluster, each in a thread.
-
-    Args:
-        cluster: the cluster.
-        options: of each worker's strategy.
-    """
-
-    def __init__(self, cluster: InProcessCluster, **options: Any) -> None:
-        self.cluster, self.options = cluster, options
-
-    def run(self, *scripts: Callable[[Job, ps.ParameterServerStrategy, int], Any]) -> list[Any]:
-        """Runs a script for each worker; returns what each has returned."""
-
-        def work(index: int) -> Any:
-            resolver = self.cluster.resolver(index)
-            with ps.ParameterServerStrategy(["cpu:0"], cluster_resolver=resolver, **self.options) as strategy:
-                return scripts[index](self, strategy, index)
-
-        with ThreadPoolExecutor(len(scripts)) as pool:
-            return list(pool.map(work, range(len(scripts))))
-
-    def created(self) -> int:
-        """How many variables there are."""
-        return int(self.cluster.cores[0].status().variables)
-
-    def waits_in_round(self) -> bool:
-        """Whether somebody waits for another one in a round."""
-        return any(item.missing for core in self.cluster.cores for item in core.status().waiting)
+def created(cluster: InProcessCluster) -> int:
+    """How many variables there are."""
+    return int(cluster.cores[0].status().variables)
 
 
 def a_round(strategy: ps.ParameterServerStrategy) -> float:
@@ -65,18 +38,18 @@ def create(strategy: ps.ParameterServerStrategy, name: str, value: float, size: 
         return ps.Variable(np.full(size, value, "float32"), name=name)
 
 
-def each_begins(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
+def each_begins(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
     """Creates variables between rounds, after the others have; with slots, and with one that is not beside others."""
     a_round(strategy)
     found, have = [], 0
     for n in range(3):
         if me == 0 and n:
-            until(lambda have=have: job.created() > have)  # another one has created it
+            eventually(lambda have=have: created(cluster) > have)  # another one has created it
         late = create(strategy, f"late{n}", 7.0 + me, size=6)
         with strategy.scope(), strategy.extended.colocate_vars_with(late):
             slot = ps.Variable(np.full(6, 17.0 + me, "float32"), name=f"slot{n}")
         found += [*np.unique(late.numpy()), *np.unique(slot.numpy())]
-        have = job.created()  # the others create no more before this one's round
+        have = created(cluster)  # the others create no more before this one's round
         a_round(strategy)
     return found
 
@@ -96,7 +69,7 @@ def test_a_late_variable_begins_with_the_value_of_the_lowest_task(name, environ)
         environ["PS_REPLICATION_FACTOR"] = "2"
     servers, workers, options = LAYOUTS[name]
     with InProcessCluster(servers, workers) as cluster:
-        found = Job(cluster, **options).run(*[each_begins] * workers)
+        found = run(cluster, *[each_begins] * workers, **options)
     assert found == [[7.0, 17.0] * 3] * workers
 
 
@@ -104,25 +77,25 @@ def test_nobody_waits_for_a_task_that_goes_on_without_it():
     """One that does not create the variable comes to its next round: then the lowest of the others gives its value. The
     same where it leaves."""
 
-    def lowest(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
+    def lowest(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
         a_round(strategy)
         a_round(strategy)  # without the variable
         found = [float(create(strategy, "some", -1.0).numpy()[0])]
         a_round(strategy)
         return found
 
-    def other(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
+    def other(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
         a_round(strategy)
         if me == 2:
-            until(job.waits_in_round)
+            eventually(lambda: any(item.missing for core in cluster.cores for item in core.status().waiting))
         found = [float(create(strategy, "some", me).numpy()[0])]
         a_round(strategy)
         a_round(strategy)
-        until(lambda: len([one for one in job.cluster.cores[0].status().sessions if one.state == "left"]) == 1)
+        eventually(lambda: len([one for one in cluster.cores[0].status().sessions if one.state == "left"]) == 1)
         return [*found, float(create(strategy, "more", me).numpy()[0])]
 
     with InProcessCluster(2, 3) as cluster:
-        assert Job(cluster).run(lowest, other, other) == [[1.0], [1.0, 1.0], [1.0, 1.0]]
+        assert run(cluster, lowest, other, other) == [[1.0], [1.0, 1.0], [1.0, 1.0]]
 
 
 def test_a_round_under_way_is_not_one_that_the_lower_task_has_come_to_alone(calls_of, monkeypatch):
@@ -130,29 +103,29 @@ def test_a_round_under_way_is_not_one_that_the_lower_task_has_come_to_alone(call
     monkeypatch.setattr(first_values, "LOOKS", (0.0, 0.01))
     looks, late = calls_of("_first", first_values.FirstValueWaiter), threading.Event()
 
-    def script(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> float:
+    def script(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> float:
         a_round(strategy)
         if me == 2:
-            assert late.wait(20)
+            meet(late)
         strategy.reduce("SUM", np.float32(1), axis=None)  # sends a round, and waits for nobody
         if me == 0:
             before = len(looks)
-            until(lambda: len(looks) > before + 2)  # worker 1 waits for the value
+            eventually(lambda: len(looks) > before + 2)  # worker 1 waits for the value
         made = create(strategy, "late", 7.0 + me)
         late.set()
         return float(made.numpy()[0])
 
     with InProcessCluster(1, 3) as cluster:
-        assert Job(cluster).run(script, script, script) == [7.0] * 3
+        assert run(cluster, script, script, script) == [7.0] * 3
 
 
 def test_a_task_that_has_joined_takes_its_place():
     """Worker 1 leaves and comes again: of a variable that worker 0 does not create the others wait for its value."""
 
-    def leaves(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> None:
+    def leaves(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> None:
         a_round(strategy)
 
-    def stays(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> None:
+    def stays(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> None:
         while a_round(strategy) != 2:
             pass
         left.set()
@@ -164,12 +137,11 @@ def test_a_task_that_has_joined_takes_its_place():
 
     left = threading.Event()
     with InProcessCluster(1, 3) as cluster, ThreadPoolExecutor(1) as pool:
-        job = Job(cluster)
-        others = pool.submit(job.run, stays, leaves, stays)
-        assert left.wait(20)
+        others = pool.submit(run, cluster, stays, leaves, stays)
+        meet(left)
         with ps.ParameterServerStrategy(["cpu:0"], cluster_resolver=cluster.resolver(1)) as strategy:
             assert a_round(strategy) == 3
-            until(lambda: job.created() == 1)  # by worker 2
+            eventually(lambda: created(cluster) == 1)  # by worker 2
             assert float(create(strategy, "later", 8.0).numpy()[0]) == 8.0
             a_round(strategy)
         others.result()
@@ -180,12 +152,12 @@ def test_asynchronous_workers_wait_for_one_round_of_a_lower_one():
     value."""
     made = threading.Event()
 
-    def after_a_round(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
+    def after_a_round(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> list[float]:
         v = create(strategy, "v", 0.0)
         strategy.run(lambda: v.assign_add(np.ones(4, "float32")))
-        until(lambda: sum(place.round >= 0 for place in job.cluster.cores[0].status().places) == 2)
+        eventually(lambda: sum(place.round >= 0 for place in cluster.cores[0].status().places) == 2)
         if me == 0:
-            until(lambda: job.created() == 2)
+            eventually(lambda: created(cluster) == 2)
         found = [float(create(strategy, "first", 7.0 + me).numpy()[0])]
         while me == 0 and not made.is_set():
             strategy.run(lambda: v.assign_add(np.ones(4, "float32")))
@@ -195,7 +167,7 @@ def test_asynchronous_workers_wait_for_one_round_of_a_lower_one():
         return found
 
     with InProcessCluster(1, 2) as cluster:
-        assert Job(cluster, consistency=ps.Async()).run(after_a_round, after_a_round) == [[7.0, 8.0]] * 2
+        assert run(cluster, after_a_round, after_a_round, consistency=ps.Async()) == [[7.0, 8.0]] * 2
 
 
 def test_an_asynchronous_worker_does_not_wait_for_one_that_does_nothing():
@@ -204,14 +176,14 @@ def test_an_asynchronous_worker_does_not_wait_for_one_that_does_nothing():
     with InProcessCluster(1, 2, timeouts=limits) as cluster:
         done: list[float] = []
 
-        def idle(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> float:
+        def idle(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> float:
             a_round(strategy)
-            until(lambda: bool(done))
+            eventually(lambda: bool(done))
             return float(create(strategy, "late", 7.0).numpy()[0])
 
-        def busy(job: Job, strategy: ps.ParameterServerStrategy, me: int) -> float:
+        def busy(cluster: InProcessCluster, strategy: ps.ParameterServerStrategy, me: int) -> float:
             a_round(strategy)
             done.append(float(create(strategy, "late", 8.0).numpy()[0]))
             return done[0]
 
-        assert Job(cluster, consistency=ps.Async(), timeouts=limits).run(idle, busy) == [8.0, 8.0]
+        assert run(cluster, idle, busy, consistency=ps.Async(), timeouts=limits) == [8.0, 8.0]

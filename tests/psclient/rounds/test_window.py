@@ -25,7 +25,7 @@ from pswire.model.log import Approved, Generation, GenerationClosed
 from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from tests.kit.rig import sum_into
-from tests.kit.workers import began
+from tests.kit.workers import began, in_threads
 
 
 def send(process, plan, value):
@@ -254,30 +254,22 @@ def test_a_thread_that_did_not_open_a_section_does_not_end_it():
 @pytest.mark.parametrize("elements", [4, PART_BYTES // 4], ids=["small", "streamed"])
 def test_a_round_s_values_are_let_go_at_once(tmp_path, elements):
     """Not when the garbage collector comes: until then servers have no room in shared memory for the next ones."""
-    errors, mine = [], set()
+    mine = set()
 
-    def train(cluster, worker):
-        try:
-            with ps.ParameterServerStrategy(["cpu:0"], cluster_resolver=cluster.resolver(worker)) as strategy:
-                mine.add(strategy.backend.exchange.session.number)
-                with strategy.scope():
-                    variables = [ps.Variable(np.zeros(elements, "float32")) for _ in range(4)]
-                    optimizer = ps.optimizers.SGD(1.0)
-                gradients = [np.ones(elements, "float32") for _ in variables]
-                for _ in range(6):
-                    strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
-        except BaseException as error:
-            errors.append(error)
+    def train(strategy, worker):
+        mine.add(strategy.backend.exchange.session.number)
+        with strategy.scope():
+            variables = [ps.Variable(np.zeros(elements, "float32")) for _ in range(4)]
+            optimizer = ps.optimizers.SGD(1.0)
+        gradients = [np.ones(elements, "float32") for _ in variables]
+        for _ in range(6):
+            strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
 
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         with InProcessCluster(servers=2, workers=2, checkpoint_root=tmp_path) as cluster:
-            workers = [threading.Thread(target=train, args=(cluster, worker)) for worker in range(2)]
-            for thread in workers:
-                thread.start()
-            for thread in workers:
-                thread.join()
+            in_threads(train, cluster=cluster, devices=["cpu:0"])
             gc.collect()
             replies = [one for one in gc.garbage if isinstance(one, RoundReply)]
             # Other tests may have left jobs in this process, of which some are let go of now.
@@ -285,5 +277,4 @@ def test_a_round_s_values_are_let_go_at_once(tmp_path, elements):
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-    assert not errors
     assert not kept

@@ -14,19 +14,9 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import diagnostics
 from pswire.errors import ProgramError
-from tests.kit.strategies import opened, refused, variable
+from tests.kit.strategies import kinds, refused, variable
 
-
-@pytest.fixture(scope="module", params=["default", "mirrored-2", "embedded-1"])
-def strategy(request):
-    with opened(request.param) as strategy:
-        yield strategy
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with opened("embedded-1") as strategy:
-        yield strategy
+pytestmark = kinds("default", "mirrored-2", "embedded-1")
 
 
 def generates(v):
@@ -71,6 +61,7 @@ def test_arguments_are_a_tuple(strategy):
 RNG = np.random.default_rng(0)
 
 
+@kinds("embedded-1")
 @pytest.mark.parametrize(
     "noise",
     [
@@ -84,31 +75,32 @@ RNG = np.random.default_rng(0)
         lambda v: np.float64(random.random()),
     ],
 )
-def test_noise_is_refused_in_what_is_traced_once(servers, noise):
+def test_noise_is_refused_in_what_is_traced_once(strategy, noise):
     """The first call's would be that of all, also where it meets nothing but numbers before these meet the variable; a
     function that is traced at each call may make some."""
-    v = variable(servers, np.ones(3))
+    v = variable(strategy, np.ones(3))
 
     def fn(v):
         v.assign(v * noise(v))
 
-    servers.extended.update(v, fn)
+    strategy.extended.update(v, fn)
     before = v.numpy().tolist()
     with pytest.raises(ProgramError, match=r"differs in each call.*pass it as an argument") as caught:
-        servers.extended.update(v, ps.update_function(fn))
+        strategy.extended.update(v, ps.update_function(fn))
     assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}: fn makes a")
     with pytest.raises(ProgramError, match=f"{__file__}:.* makes a number that differs in each call"):
-        servers.extended.update(v, ps.update_function(lambda v, k: v.assign_sub(k * random.random() * v)), (0.5,))
+        strategy.extended.update(v, ps.update_function(lambda v, k: v.assign_sub(k * random.random() * v)), (0.5,))
     assert v.numpy().tolist() == before
 
 
 calls = 0
 
 
-def test_what_differs_by_intention_is_traced_at_each_call(servers):
+@kinds("embedded-1")
+def test_what_differs_by_intention_is_traced_at_each_call(strategy):
     """A number of a global that the function changes. A trace with a number that fits a dtype does not hold for one
     that does not, and the other way round."""
-    v = variable(servers, [0.0])
+    v = variable(strategy, [0.0])
 
     @ps.update_function
     def fn(v):
@@ -117,16 +109,17 @@ def test_what_differs_by_intention_is_traced_at_each_call(servers):
         v.assign_add(1.0 * calls)
 
     for total in (1.0, 3.0, 6.0):
-        servers.extended.update(v, fn)
+        strategy.extended.update(v, fn)
         assert v.numpy().tolist() == [total]
     fn = ps.update_function(lambda v, k: v.assign(np.where(v > k, v, 0)))
     for k, expected in ((3, 7), (300, 0), (6, 7), (-300, 7), (301, 0), (7, 0)):
-        v = variable(servers, np.array([7], "uint8"))
-        servers.extended.update(v, fn, (k,))
+        v = variable(strategy, np.array([7], "uint8"))
+        strategy.extended.update(v, fn, (k,))
         assert v.numpy().tolist() == [expected], k
 
 
-def test_arrays_that_are_the_same_in_each_call_are_taken(servers):
+@kinds("embedded-1")
+def test_arrays_that_are_the_same_in_each_call_are_taken(strategy):
     """Made in the function, read by closure, of a generator that begins anew: each call has them."""
     own = np.array([1.0, 2.0, 3.0], "float32")
 
@@ -134,9 +127,9 @@ def test_arrays_that_are_the_same_in_each_call_are_taken(servers):
     def fn(v):
         v.assign(own + np.ones(3, "float32") + np.random.default_rng(1).integers(5, size=3) * v)
 
-    v = variable(servers)
+    v = variable(strategy)
     for _ in range(2):
-        servers.extended.update(v, fn)
+        strategy.extended.update(v, fn)
     expected = np.random.default_rng(1).integers(5, size=3) * (own + 1) + own + 1
     np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6)
 
@@ -144,10 +137,11 @@ def test_arrays_that_are_the_same_in_each_call_are_taken(servers):
 MASK = np.ones((600, 500), "float32")
 
 
-def test_large_arrays_that_travel_are_told_once(servers, caplog):
+@kinds("embedded-1")
+def test_large_arrays_that_travel_are_told_once(strategy, caplog):
     """By name and size, for each line; small ones, arguments and variables are not."""
-    v = variable(servers, np.ones((600, 500), "float32"))
-    with servers.scope(), servers.extended.colocate_vars_with(v):
+    v = variable(strategy, np.ones((600, 500), "float32"))
+    with strategy.scope(), strategy.extended.colocate_vars_with(v):
         beside = ps.Variable(MASK, name="beside the large one")
     row, scale = MASK[0], MASK * 2
 
@@ -159,8 +153,8 @@ def test_large_arrays_that_travel_are_told_once(servers, caplog):
 
     caplog.set_level(logging.WARNING, "psclient")
     for fn in (masked, ps.update_function(masked)) * 2:
-        servers.extended.update(v, fn)
-        servers.extended.update(v, small, (MASK, beside))
+        strategy.extended.update(v, fn)
+        strategy.extended.update(v, small, (MASK, beside))
     texts = [record.getMessage() for record in caplog.records if record.name == diagnostics.log.name]
     assert len(texts) == 2
     for name, text in zip(("MASK", "scale"), texts, strict=True):

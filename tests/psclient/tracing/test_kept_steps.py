@@ -272,15 +272,6 @@ def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
     refused(RuntimeError, "closed", lambda: optimizer.apply_gradients(pairs))
 
 
-def test_a_value_that_was_read_is_not_read_after_the_end():
-    """Though it is still in this process."""
-    with opened("servers-1x1") as strategy:
-        w = variable(strategy)
-        w.assign_add(np.ones(3, "float32"))
-        assert [w.numpy().tolist() for _ in range(2)] == [[1.0] * 3] * 2
-    refused(RuntimeError, "closed", w.numpy)
-
-
 # ---- Sections ----
 
 

@@ -23,21 +23,16 @@ from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
 from pswire.errors import ProgramError
 from tests.kit.cases import search
-from tests.kit.strategies import merged, opened, variable
+from tests.kit.references import OPTIMIZERS
+from tests.kit.strategies import kinds, merged, opened, refused, variable
 
-
-@pytest.fixture(scope="module")
-def strategy():
-    with opened("embedded-1") as strategy:
-        yield strategy
+pytestmark = kinds("embedded-1")
 
 
 @pytest.fixture
-def traced(monkeypatch):
+def traced(calls_of):
     """What was traced, one item for each time; a first trace may run its function twice."""
-    seen, own = [], UpdateFunction._trace
-    monkeypatch.setattr(UpdateFunction, "_trace", lambda self, *args: seen.append(self) or own(self, *args))
-    return seen
+    return calls_of("_trace", UpdateFunction)
 
 
 def update(strategy, v, fn, *args, **kwargs):
@@ -214,15 +209,12 @@ def test_errors_come_back_each_time(strategy):
 
     v, small = variable(strategy, np.zeros(1)), variable(strategy, np.zeros(1, "int8"))
     assert update(strategy, v, fn, 2.0) == [0.5]
-    with pytest.raises(ZeroDivisionError):
-        update(strategy, v, fn, 0.0)
+    refused(ZeroDivisionError, "", lambda: update(strategy, v, fn, 0.0))
     add = ps.update_function(lambda v, k: v.assign_add(k))
     assert update(strategy, small, add, 3) == [3]
     for _ in range(2):
-        with pytest.raises(ProgramError, match=f"{__file__}:.*300"):
-            update(strategy, small, add, 300)
-    with pytest.raises(ProgramError, match=f"{__file__}:.*an argument is a set"):
-        update(strategy, v, fn, {1, 2})
+        refused(ProgramError, f"{__file__}:.*300", lambda: update(strategy, small, add, 300))
+    refused(ProgramError, f"{__file__}:.*an argument is a set", lambda: update(strategy, v, fn, {1, 2}))
     v, other = variable(strategy), variable(strategy)
     with pytest.raises(ProgramError, match=f"uses.*{other.name}.*which is not among its arguments; pass it"):
         strategy.extended.update(v, ps.update_function(lambda v: v.assign(other * 2.0)))
@@ -498,24 +490,9 @@ def test_a_scalar_is_a_number_of_its_type(number):
 
 # ---- Optimizers keep the promise ----
 
-OPTIMIZERS = {
-    "SGD": lambda **o: ps.optimizers.SGD(0.1, 0.9, nesterov=True, **o),
-    "Lion": ps.optimizers.Lion,
-    "Adam": lambda **o: ps.optimizers.Adam(amsgrad=True, **o),
-    "AdamW": ps.optimizers.AdamW,
-    "Adamax": ps.optimizers.Adamax,
-    "Nadam": ps.optimizers.Nadam,
-    "Lamb": ps.optimizers.Lamb,
-    "Adagrad": ps.optimizers.Adagrad,
-    "Adadelta": ps.optimizers.Adadelta,
-    "RMSprop": lambda **o: ps.optimizers.RMSprop(momentum=0.5, centered=True, **o),
-    "Ftrl": lambda **o: ps.optimizers.Ftrl(beta=0.1, **o),
-}
 
-
-@pytest.mark.parametrize("options", [{}, {"use_ema": True, "global_clipnorm": 1.0, "gradient_accumulation_steps": 2}])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, options):
+def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name):
     """Each call of each update function is traced a second time: the same program, the same operands to the bit."""
     own, compared = UpdateFunction.call, []
 
@@ -533,10 +510,10 @@ def test_a_kept_trace_is_what_a_new_one_would_be(strategy, monkeypatch, name, op
 
     monkeypatch.setattr(UpdateFunction, "call", twice)
     w = variable(strategy, np.linspace(-1, 1, 5, dtype="float32"))
-    optimizer = OPTIMIZERS[name](**options)
+    optimizer = OPTIMIZERS[name]()
     for step in range(3):
         for key, value in list(vars(optimizer).items()):
-            if type(value) is float:
+            if type(value) is float and not value.is_integer():  # numbers of steps stay
                 setattr(optimizer, key, value * 0.9)
         if step:
             optimizer.learning_rate = schedules.ExponentialDecay(0.1 / step, 3, 0.5)

@@ -1,4 +1,4 @@
-"""A job for the tests of this room."""
+"""A job for the tests of several rooms."""
 
 from __future__ import annotations
 
