@@ -168,7 +168,8 @@ def test_a_checkpoint_stays_below_its_root(job, worker):
 
 
 def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
-    """Its round has not run, and nobody waits for it any more."""
+    """Its round has not run, and nobody waits for it any more; when it runs, nothing is written or held for it."""
+    job.variable(worker, np.array(1))
     plan = job.approve(stateful(0), worker)
     waiting = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
     eventually(lambda: all("snapshot" in {one.what for one in server.events()} for server in job.servers.cores))
@@ -176,6 +177,11 @@ def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
     fail(job, plan, "another server is full")
     assert all("the checkpoint was cancelled: another server is full" in told(future) for future in waiting)
     assert forgotten(job)
+    together(*(worker.push(plan, server=server) for server in BOTH))
+    assert forgotten(job)
+    worker.round += 1
+    job.save(worker, "run/ckpt-1")
+    assert files(job) == whole("run/ckpt-1")
 
 
 def test_a_manifest_needs_a_shard(job, worker):
@@ -264,19 +270,6 @@ def test_of_two_saves_to_one_path_the_later_stays(job, worker, fails):
 # ---- Rounds that do not come ----
 
 
-def test_a_failure_is_known_before_the_round(job, worker):
-    """One server is late, and another has failed: nothing is written or held for it any more."""
-    job.variable(worker, np.array(1))
-    plan = job.approve(checkpoint("late", BOTH), worker)
-    first = worker.push(plan)
-    fail(job, plan)
-    together(first, worker.push(plan, server=1))
-    assert forgotten(job)
-    worker.round += 1
-    job.save(worker, "run/ckpt-1")
-    assert files(job) == whole("run/ckpt-1")
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_round_that_nobody_can_make_any_more(job, mode):
     """The worker that made it died after reaching one server: the other server says so once both agree. What other
@@ -308,20 +301,6 @@ def test_a_round_that_nobody_can_make_any_more(job, mode):
     fail(job, plan)
     eventually(lambda: files(job) == whole("run/ckpt-2"))
     assert forgotten(job)
-
-
-def test_a_new_generation_completes_the_round(job):
-    """A member that is gone is left out, and the checkpoint is made without it."""
-    one, gone = job.join(A, B)
-    job.variable(one, np.array(1))
-    plan = job.approve(checkpoint("run/ckpt-1", BOTH), one)
-    pushed = [one.push(plan, server=server) for server in BOTH]
-    asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
-    assert not any(future.done() for future in asked)
-    job.close([one.member])
-    assert [reply.excluded for reply in together(*pushed)] == [(gone.task,)] * 2
-    commit(job, plan, [future.result(SOON) for future in asked])
-    assert files(job) == whole("run/ckpt-1")
 
 
 @pytest.mark.parametrize("copies", [(0,), BOTH], ids=["on one server", "on all"])

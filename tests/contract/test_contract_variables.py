@@ -174,17 +174,3 @@ def test_a_read_waits_for_its_round(job, worker):
     reply = reading.result(SOON)
     assert (reply.round, reply.payload.tensors([variable.spec.tensor])[0].tolist()) == (0, [15, 25])
     assert before.tolist() == [10, 20]
-
-
-def test_several_variables_are_read_at_once(job, worker):
-    """In the order asked for."""
-    values = [np.array(1.5, "float32"), np.arange(3), np.zeros((0,), "int8")]
-    variables = [job.variable(worker, value) for value in values]
-    order = [2, 0, 1]
-    reply = job.verbs[0].pull(worker.session, order, -1).result(SOON)
-    back = reply.payload.tensors([variables[index].spec.tensor for index in order])
-    assert reply.round == -1
-    for index, array in zip(order, back, strict=True):
-        assert array.tolist() == values[index].tolist()
-    nothing = job.verbs[0].pull(worker.session, [], -1).result(SOON)
-    assert nothing.payload.size == 0

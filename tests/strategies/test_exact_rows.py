@@ -185,11 +185,11 @@ def test_a_function_of_one_s_own_is_made_up(strategy):
     refused(TypeError, "exact_update takes an update function", lambda: ps.exact_update(3))
 
 
-def job(strategy, sparse, path=""):
-    """A table that is trained with momentum, from a checkpoint if there is one."""
+def job(strategy, make, path=""):
+    """A table that is trained by an optimizer, from a checkpoint if there is one; what makes steps, and gives all."""
     with strategy.scope():
         v = ps.Variable(np.random.default_rng(0).normal(size=SHAPE).astype("float32"), name="v")
-        optimizer = O.SGD(0.1, momentum=0.9, sparse=sparse)
+        optimizer = make()
         optimizer.build([v])
     checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
     if path:
@@ -207,12 +207,13 @@ def job(strategy, sparse, path=""):
 def test_a_checkpoint_has_the_values_of_whole_updates(before, after, in_tmp_path):
     """Rows that are behind are saved as they would be; the steps after the save change nothing of it."""
     with opened(before) as strategy:
-        checkpoint, steps = job(strategy, "exact")
+        checkpoint, steps = job(strategy, partial(O.SGD, 0.1, momentum=0.9))
         steps(0, 12)
         path = checkpoint.save("ckpt")
         expected = steps(12, 20)
     with opened(after) as strategy:
-        _, steps = job(strategy, "dense", str(in_tmp_path / "runs" / path) if after == "default" else path)
+        found = str(in_tmp_path / "runs" / path) if after == "default" else path
+        _, steps = job(strategy, partial(O.SGD, 0.1, momentum=0.9, sparse="dense"), found)
         found = steps(12, 20)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -299,33 +300,17 @@ def test_whole_gradients_among_those_of_rows_are_of_every_row(strategy):
 
 
 def test_a_checkpoint_between_the_calls_of_a_step_has_their_rows(in_tmp_path):
-    """What goes on from there makes the step that the job makes which was saved; `sparse` stays what it was."""
-
-    def started(path=""):
-        with strategy.scope():
-            v = ps.Variable(np.zeros(SHAPE, "float32"), name="v")
-            # It is restored by paths: the name is another one.
-            optimizer = O.Adam(0.1, sparse="lazy", gradient_accumulation_steps=2, name="of now" if path else "before")
-            optimizer.build([v])
-        checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
-        if path:
-            checkpoint.restore(path)
-        return v, optimizer, checkpoint
-
-    def calls(optimizer, v, first, stop):
-        for at in range(first, stop):
-            rows = ps.IndexedSlices(np.ones((1, SHAPE[1]), "float32"), [at])
-            strategy.run(lambda rows=rows: optimizer.apply_gradients([(rows, v)]))
-        return v.numpy()
-
+    """What goes on from there makes the step that the job makes which was saved; `sparse` stays what it was. It is
+    restored by paths: the optimizer's name is another one."""
+    make = partial(O.Adam, 0.1, sparse="lazy", gradient_accumulation_steps=2)
     with opened("servers-1x1") as strategy:
-        v, optimizer, checkpoint = started()
-        calls(optimizer, v, 0, 3)
+        checkpoint, calls = job(strategy, make)
+        calls(3, 6)
         path = checkpoint.save("ckpt")
-        expected = calls(optimizer, v, 3, 6)
+        expected = calls(6, 9)[0]
         with pytest.raises(AttributeError, match="sparse of this Adam is 'lazy' and cannot be changed"):
-            optimizer.sparse = "exact"
+            checkpoint.optimizer.sparse = "exact"
     for kind, found in (("servers-2x1", path), ("default", str(in_tmp_path / "runs" / path))):
         with opened(kind) as strategy:
-            v, optimizer, _ = started(found)
-            np.testing.assert_array_equal(calls(optimizer, v, 3, 6), expected)
+            _, calls = job(strategy, partial(make, name="of now"), found)
+            np.testing.assert_array_equal(calls(6, 9)[0], expected)

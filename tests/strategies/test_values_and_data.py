@@ -35,24 +35,10 @@ def numbered(strategy):
     )
 
 
-def test_arguments_are_unwrapped_wherever_they_stand(strategy):
-    """In tuples, lists, dicts, named tuples and dataclasses, by position and by name; all else stays itself. Of a
-    mirrored value each replica gets the copy on its device; an array is handed on as it is."""
-    x, plain = numbered(strategy), object()
-    given = ((x, [x, plain]), {"a": x, "b": None}, Pair(x, Batch(x)), Batch([x], plain))
-
-    def fn(*args, key):
-        me = here().replica_id_in_sync_group
-        (a, (b, same)), (c, nothing), (d, batch), other = args[0], args[1].values(), args[2], args[3]
-        assert [int(v) for v in (a, b, c, d, batch.features, other.features[0], key[0])] == [me] * 7
-        assert same is other.label is plain
-        assert nothing is batch.label is None
-        assert [type(arg) for arg in args] == [tuple, dict, Pair, Batch]
-        return True
-
-    assert set(strategy.experimental_local_results(strategy.run(fn, given, {"key": [x]}))) == {True}
+def test_a_replica_is_given_its_copy_and_arrays_as_they_are(strategy):
+    """Of a mirrored value the copy on its device; an array is handed on itself."""
     n, array = replicas(strategy), np.ones(3)
-    total = strategy.extended.reduce_to("sum", by_replica(strategy, np.float32), x)
+    total = strategy.extended.reduce_to("sum", by_replica(strategy, np.float32), numbered(strategy))
     assert isinstance(total, ps.Mirrored) == (n > 1)
     found = in_replicas(strategy, lambda i, x, own: (np.ndim(x), float(x), own is array), total, array)
     assert found == ((0, float(sum(range(n))), True),) * n
@@ -152,18 +138,19 @@ NESTS = st.recursive(LEAVES, containers, max_leaves=10)
 
 @given(structure=NESTS)
 def test_replicas_get_and_give_any_nest(strategy, structure):
-    """Through `run` and through `merge_call`: what goes in comes out, each replica's own."""
+    """Through `run` and through `merge_call`, by position and by name: what goes in comes out, each replica's own."""
     n = replicas(strategy)
     count = len(nest.flatten(structure))
     own = [nest.pack_sequence_as(structure, [np.array([replica, i]) for i in range(count)]) for replica in range(n)]
     given = values.regroup(own)
 
-    def through(x):
-        return here().merge_call(lambda s, y: y, (x,))
+    def through(x, *, y):
+        return here().merge_call(lambda s, x, *, y: (x, y), (x,), {"y": y})
 
-    found = strategy.experimental_local_results(strategy.run(through, (given,)))
+    found = strategy.experimental_local_results(strategy.run(through, (given,), {"y": given}))
     for mine, expected in zip(found * (n // len(found)), own, strict=True):
-        assert all(a is b for a, b in zip(nest.flatten(mine), nest.flatten(expected), strict=True))
+        assert all(a is b for a, b in zip(nest.flatten(mine), nest.flatten((expected, expected)), strict=True))
+        assert type(mine[0]) is type(expected)
 
 
 # ---- Data ----
