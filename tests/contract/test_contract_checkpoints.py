@@ -55,11 +55,6 @@ def forgotten(job):
     return all(not one.machine.job.snapshots and one.status().snapshot_bytes == 0 for one in job.servers.cores)
 
 
-def asked(job, plan):
-    """A process waits for the first server's shard."""
-    return job.servers.cores[0].machine.job.snapshots.saves[plan.id].shard._done_callbacks
-
-
 # ---- What is saved ----
 
 
@@ -105,7 +100,8 @@ def test_a_snapshot_waits_for_its_round(job, worker):
     job.variable(worker, np.array(1))
     plan = job.approve(checkpoint("early", BOTH), worker)
     gone, waiting = (job.verbs[0].snapshot(job.token, plan.id, "") for _ in range(2))
-    eventually(lambda: len(asked(job, plan)) == 2)
+    saves = job.servers.cores[0].machine.job.snapshots.saves
+    eventually(lambda: len(saves[plan.id].shard._done_callbacks) == 2)
     assert not waiting.done()
     gone.cancel()
     together(*(worker.push(plan, server=server) for server in BOTH))
@@ -356,11 +352,8 @@ def test_the_state_goes_when_the_save_is_over(job, worker):
         kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, inside.Approved)]
         assert [plan.snapshot.state for plan in kept] == ["", "", STATE]
         assert [plan.id for plan in kept] == [plan.id for plan in plans]
-        assert [job.servers.cores[server].machine.job.rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
-            "",
-            "",
-            STATE,
-        ]
+        known = job.servers.cores[server].machine.job.rounds.plans
+        assert [known[plan.id].plan.snapshot.state for plan in plans] == ["", "", STATE]
     job.opened = job.open(CHIEF, 0, True)
     job.token = job.opened.token
     seen = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).entries

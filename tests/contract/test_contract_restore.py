@@ -40,6 +40,14 @@ def ask(job, worker, turn, stage, path="run", server=0):
     return job.verbs[server].restore(worker.session, path, turn, inside.RestoreOrder(stage)).result(SOON)
 
 
+def commit(job, worker, turn):
+    """Makes the round that commits a restore, which may be refused."""
+    plan = job.commit(worker, "run", turn)
+    pushed = [worker.push(plan, server=server) for server in plan.servers]
+    worker.round += 1
+    together(*pushed)
+
+
 def again(job, *tasks, **keys):
     """The same servers begin a new job; returns its members."""
     job.begin()
@@ -186,24 +194,16 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
     (worker,) = job.join(A, mode=mode)
     variable = job.variable(worker, np.array(1))
     job.save(worker)
-
-    def commit(turn):
-        plan = job.commit(worker, "run", turn)
-        try:
-            together(*(worker.push(plan, server=server) for server in (0, 1)))
-        finally:
-            worker.round += 1
-
-    refused(inside.InvalidRequest, NOTHING, lambda: commit(worker.turn()))
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, worker.turn()))
     add(job, worker, variable)
     turn = worker.turn()
     job.prepare(worker, "run", turn)
-    commit(turn)
+    commit(job, worker, turn)
     assert values(job, worker, variable) == [1]
     if mode == "sync":
-        refused(inside.InvalidRequest, NOTHING, lambda: commit(turn))
+        refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, turn))
     add(job, worker, variable)
-    refused(inside.InvalidRequest, NOTHING, lambda: commit(worker.turn()))
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, worker.turn()))
     assert values(job, worker, variable) == [11]
     job.restore(worker)
     assert values(job, worker, variable) == [1]
@@ -211,21 +211,15 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
 
 def test_what_was_given_up_is_not_restored(job, worker):
     """By a later restore, or by another round; who commits it all the same is refused."""
-
-    def commit(turn):
-        plan = job.commit(worker, "run", turn)
-        together(*(worker.push(plan, server=server) for server in plan.servers))
-
     variable = job.variable(worker, np.array(1))
     job.save(worker)
     add(job, worker, variable)
     first, later = worker.turn(), worker.turn()
     job.prepare(worker, "run", first)
     job.prepare(worker, "run", later)
-    refused(inside.InvalidRequest, NOTHING, lambda: commit(first))
-    worker.round += 1
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, first))
     add(job, worker, variable)
-    refused(inside.InvalidRequest, NOTHING, lambda: commit(later))
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, later))
     assert values(job, worker, variable) == [21]
 
 
@@ -242,7 +236,7 @@ def test_an_older_turn_than_the_newest_is_refused(job, worker):
     for late, stage in ((older, "open"), (older, "prepare"), (early, "open")):
         with pytest.raises(inside.Diverged, match="'run' was cancelled, because another process began a later restore"):
             ask(job, worker, late, stage)
-    together(*(worker.push(job.commit(worker, "run", turn), server=server) for server in (0, 1)))
+    commit(job, worker, turn)
     assert values(job, worker, variable) == [1]
 
 

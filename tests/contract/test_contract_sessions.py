@@ -12,16 +12,6 @@ LEASE = 12
 """Seconds after which a place that nobody keeps is free: more than a lease."""
 
 
-def states(job):
-    """The state of each session that takes part in rounds, by its number."""
-    watched = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
-    return {state.member.session: state.state for state in watched.sessions}
-
-
-def heartbeat(job, session, round=-1, plan=b""):
-    job.verbs[0].heartbeat(session, round, plan)
-
-
 def test_every_open_is_a_new_session(job):
     """Server 0 counts; the others take its number; each says who it is. Each chief's token is larger than all before;
     no other session has one. A worker and a chief of one task stand beside each other."""
@@ -32,7 +22,7 @@ def test_every_open_is_a_new_session(job):
     assert (other.session, other.server, other.incarnation) == (first.session, 1, 101)
     tokens = [job.open(task, 0, True).token for task in (CHIEF, CHIEF, A)]
     assert [job.token, *tokens] == sorted({job.token, *tokens})
-    heartbeat(job, first.session)
+    job.verbs[0].heartbeat(first.session, -1, b"")
 
 
 def test_a_process_that_goes_away_is_noticed(serve):
@@ -80,7 +70,7 @@ def test_a_lost_server_is_told_to_everyone(job):
         with pytest.raises(inside.ServerLost, match="was lost; restart") as told:
             future.result(SOON)
         assert told.value.task == "/job:ps/task:1"
-    refused(inside.ServerLost, "", lambda: heartbeat(job, one.session))
+    refused(inside.ServerLost, "", lambda: job.verbs[0].heartbeat(one.session, -1, b""))
     job.verbs[0].heartbeat(job.open(A).session, -1, b"")
 
 
