@@ -91,24 +91,6 @@ def test_every_verb_passes_errors_on(connect, later):
             assert task == "/job:ps/task:0"
 
 
-def test_every_error_travels(connect):
-    """By its name; a client catches what the server raised."""
-    behind = Refusing(inside.PSError(""))
-    server = connect(behind)
-    for name, kind in inside.BY_NAME.items():
-        behind.error = kind(f"about {name}", "/job:ps/task:1")
-        for verb in ("heartbeat", "push"):
-            assert told(CALLS[verb], server) == (kind, behind.error.message, behind.error.task)
-
-
-def test_a_long_message_is_cut(connect):
-    """And arrives, whatever characters it has."""
-    server = connect(Refusing(inside.ConfigError("\u00e4\u4e2d" * 20_000)))
-    with pytest.raises(inside.ConfigError) as told:
-        server.heartbeat(1, -1, b"")
-    assert 100 < len(told.value.message) < 20_000
-
-
 def test_a_server_has_one_life():
     """Its successor at the same address does not answer for it, in any verb but `open`."""
     with ExitStack() as stack:

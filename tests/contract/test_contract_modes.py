@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.kit.internals import WINDOW, Fenced, InvalidRequest, Plan, Position, RestoreCommit, WorkerProgress
-from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sgd, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
 
 A, B, C = WORKERS[:3]
 HERE, THERE = (Position(0, 0, 3),), (Position(0, 2, 8),)
@@ -22,10 +22,10 @@ class Lone:
         self.job, self.alone = job, mode == "alone"
         self.two = job.join(A, B, mode="sync" if self.alone else "async")
 
-    def adder(self, value, servers=(0,), plan=sum_into):
+    def adder(self, value, servers=(0,)):
         """A variable, and a plan for it."""
         variable = self.job.variable(self.two[0], np.asarray(value), servers, alone=self.alone)
-        return variable, self.job.approve(plan(variable), self.two[0])
+        return variable, self.job.approve(sum_into(variable), self.two[0])
 
     def push(self, worker, plan, values, **keys):
         """Makes a worker's next round; nobody else has to do anything."""
@@ -87,14 +87,6 @@ def test_a_resend_is_answered_and_not_applied_twice(job, lone):
         assert int(job.value(one, shared, 0)) == 10
 
 
-def test_a_mean_is_over_the_weights_of_the_push(job, lone):
-    """Other workers' replicas and operands do not count."""
-    _, plan = lone.adder([10.0, 20.0], plan=sgd)
-    for worker, rate in zip(lone.two, (0.5, 0.25), strict=True):
-        reply = lone.push(worker, plan, [[6.0, 9.0]], weights=(3.0,), operands=[rate])
-    assert given(reply, plan)[0].tolist() == [8.5, 17.75]
-
-
 def test_who_is_fenced_adds_no_more(job, lone):
     """By the generation, on every server: what it sends late does not count, and the other is not held up. Who comes
     back begins anew, or goes on in its task's place: its rounds are no others' resends."""
@@ -119,15 +111,9 @@ def test_who_is_fenced_adds_no_more(job, lone):
 # ---- Asynchronous workers ----
 
 
-@pytest.fixture
-def free(job: Job):
-    """Two members of the job, which are asynchronous."""
-    return job.join(A, B, mode="async")
-
-
-def test_a_checkpoint_is_of_the_push_that_orders_it(job, free):
+def test_a_checkpoint_is_of_the_push_that_orders_it(job):
     """Its values and its positions; those of others come before or after it."""
-    one, other = free
+    one, other = job.join(A, B, mode="async")
     adds = [job.adder(one, 0, (server,))[1] for server in BOTH]
     order = job.approve(checkpoint("run/ckpt-1", BOTH), one)
 
@@ -156,28 +142,23 @@ def apart(job: Job, two):
     return variable, job.approve(sum_into(variable), two[0])
 
 
-def push(worker, plan, values, server=0, **keys):
-    """Makes its next round of its own."""
-    return worker.make(plan, values, server=server, alone=True, **keys)
-
-
 def test_rounds_of_all_do_not_count_them(job, two, apart):
     """Nor does one wait for the other. Whoever asks where the job stands is not told of them: the chief, a process that
     comes back, a reader after a round."""
     variable, plan = apart
     for _ in range(4):
-        push(two[0], plan, [1])
+        two[0].make(plan, [1], alone=True)
     status = job.verbs[0].status()
     assert (status.round, status.places, status.waiting) == (-1, (), ())
     shared, common = job.adder(two[0])
     waits = two[0].push(common, [1])
-    assert push(two[0], plan, [1]).round == 4
+    assert two[0].make(plan, [1], alone=True).round == 4
     assert not waits.done()
     together(waits, two[1].push(common, [2]))
     assert int(job.value(two[0], shared, 0)) == 3
     assert job.verbs[0].status().round == 0
     reader = job.verbs[0].pull(two[0].session, [variable.id], 1)
-    push(two[1], plan, [1])
+    two[1].make(plan, [1], alone=True)
     assert not reader.done()
 
 
@@ -201,12 +182,6 @@ def test_only_such_variables_may_be_updated_alone(job, two, apart, what):
 
 
 # ---- Bounded staleness: answered when nobody is more than k rounds behind ----
-
-
-@pytest.fixture
-def near(job: Job):
-    """Two members of the job, of which one may be a round ahead."""
-    return job.join(A, B, mode="bounded", k=1)
 
 
 def sent(worker, plan, **keys):
@@ -238,10 +213,10 @@ def ahead(job, worker, **keys):
     return variable, plan, late
 
 
-def test_an_answer_is_held_and_brings_what_is_new(job, near):
+def test_an_answer_is_held_and_brings_what_is_new(job):
     """It was applied at once, says so in the status, and comes with the values of when it goes. A resend waits as well,
     and was applied once."""
-    one, other = near
+    one, other = job.join(A, B, mode="bounded", k=1)
     variable, plan, late = ahead(job, one, want=(0,))
     assert job.verbs[0].status().gap == 2
     one.round -= 1
@@ -256,9 +231,9 @@ def test_an_answer_is_held_and_brings_what_is_new(job, near):
     assert job.verbs[0].status().gap == 1
 
 
-def test_who_does_not_wait_is_applied_no_further(job, near):
+def test_who_does_not_wait_is_applied_no_further(job):
     """A client that sends on without its answers is held at the same place, whatever it does."""
-    one, other = near
+    one, other = job.join(A, B, mode="bounded", k=1)
     variable, plan = job.adder(one)
     futures = [sent(one, plan, previous=number - 1) for number in range(4)]
     eventually(lambda: applied(job) == 2)

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.kit import internals as inside
 from tests.kit.rig import SOON, WORKERS, Job, create, eventually, manifest_of, serving, sum_into, together
+from tests.kit.strategies import refused
 
 A, B = WORKERS[:2]
 
@@ -39,6 +40,14 @@ def ask(job, worker, turn, stage, path="run", server=0):
     return job.verbs[server].restore(worker.session, path, turn, inside.RestoreOrder(stage)).result(SOON)
 
 
+def commit(job, worker, turn):
+    """Makes the round that commits a restore, which may be refused."""
+    plan = job.commit(worker, "run", turn)
+    pushed = [worker.push(plan, server=server) for server in plan.servers]
+    worker.round += 1
+    together(*pushed)
+
+
 def again(job, *tasks, **keys):
     """The same servers begin a new job; returns its members."""
     job.begin()
@@ -58,8 +67,7 @@ def flip(file):
 def test_a_look_changes_nothing(job, worker):
     """It tells what there is now, takes no turn, and is not remembered."""
     variable = job.variable(worker, np.array(1))
-    with pytest.raises(inside.NoCheckpoint):
-        ask(job, worker, inside.Turn(), "look")
+    refused(inside.NoCheckpoint, "", lambda: ask(job, worker, inside.Turn(), "look"))
     job.save(worker)
     add(job, worker, variable)
     seen = ask(job, worker, inside.Turn(), "look")
@@ -152,14 +160,12 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
     """That there was none, though there is one by now; or which was the newest, though there is a newer one. Also who
     asks for something else: members find out in the round that commits, all of them, and not one alone."""
     other, turn = second(job, worker), worker.turn()
-    with pytest.raises(inside.NoCheckpoint):
-        ask(job, worker, turn, "open")
+    refused(inside.NoCheckpoint, "", lambda: ask(job, worker, turn, "open"))
     job.close([worker.member])
     worker.generation = job.generation.number
     job.save(worker)
     other = second(job, worker)
-    with pytest.raises(inside.NoCheckpoint):
-        ask(job, other, turn, "open")
+    refused(inside.NoCheckpoint, "", lambda: ask(job, other, turn, "open"))
     turn = worker.turn()
     found = ask(job, worker, turn, "open")
     assert found.path == "run/ckpt-1"
@@ -171,8 +177,7 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
 def test_a_new_job_restores_anew(job, worker):
     """Nothing of what the old one was told is told to it, though its turns are numbered alike."""
     turn = worker.turn()
-    with pytest.raises(inside.NoCheckpoint):
-        ask(job, worker, turn, "open")
+    refused(inside.NoCheckpoint, "", lambda: ask(job, worker, turn, "open"))
     job.save(worker)
     (new,) = again(job)
     assert new.turn() == turn
@@ -189,27 +194,16 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
     (worker,) = job.join(A, mode=mode)
     variable = job.variable(worker, np.array(1))
     job.save(worker)
-
-    def commit(turn):
-        plan = job.commit(worker, "run", turn)
-        try:
-            together(*(worker.push(plan, server=server) for server in (0, 1)))
-        finally:
-            worker.round += 1
-
-    with pytest.raises(inside.InvalidRequest, match=NOTHING):
-        commit(worker.turn())
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, worker.turn()))
     add(job, worker, variable)
     turn = worker.turn()
     job.prepare(worker, "run", turn)
-    commit(turn)
+    commit(job, worker, turn)
     assert values(job, worker, variable) == [1]
     if mode == "sync":
-        with pytest.raises(inside.InvalidRequest, match=NOTHING):
-            commit(turn)
+        refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, turn))
     add(job, worker, variable)
-    with pytest.raises(inside.InvalidRequest, match=NOTHING):
-        commit(worker.turn())
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, worker.turn()))
     assert values(job, worker, variable) == [11]
     job.restore(worker)
     assert values(job, worker, variable) == [1]
@@ -217,23 +211,15 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
 
 def test_what_was_given_up_is_not_restored(job, worker):
     """By a later restore, or by another round; who commits it all the same is refused."""
-
-    def commit(turn):
-        plan = job.commit(worker, "run", turn)
-        together(*(worker.push(plan, server=server) for server in plan.servers))
-
     variable = job.variable(worker, np.array(1))
     job.save(worker)
     add(job, worker, variable)
     first, later = worker.turn(), worker.turn()
     job.prepare(worker, "run", first)
     job.prepare(worker, "run", later)
-    with pytest.raises(inside.InvalidRequest, match=NOTHING):
-        commit(first)
-    worker.round += 1
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, first))
     add(job, worker, variable)
-    with pytest.raises(inside.InvalidRequest, match=NOTHING):
-        commit(later)
+    refused(inside.InvalidRequest, NOTHING, lambda: commit(job, worker, later))
     assert values(job, worker, variable) == [21]
 
 
@@ -250,7 +236,7 @@ def test_an_older_turn_than_the_newest_is_refused(job, worker):
     for late, stage in ((older, "open"), (older, "prepare"), (early, "open")):
         with pytest.raises(inside.Diverged, match="'run' was cancelled, because another process began a later restore"):
             ask(job, worker, late, stage)
-    together(*(worker.push(job.commit(worker, "run", turn), server=server) for server in (0, 1)))
+    commit(job, worker, turn)
     assert values(job, worker, variable) == [1]
 
 
@@ -331,8 +317,7 @@ def test_what_an_asynchronous_process_gives_up_is_not_held(job):
     """A server that could read its part lets go of it with the next round of who asked for it."""
     one, two, variables = two_alone(job)
     flip(shard_of(job, 1))
-    with pytest.raises(inside.CheckpointError, match="cannot be read"):
-        job.restore(one)
+    refused(inside.CheckpointError, "cannot be read", lambda: job.restore(one))
     restores = job.servers.cores[0].machine.job.restores
     add(job, two, variables[0])
     assert restores._prepared is not None
@@ -367,8 +352,7 @@ def test_a_dtype_is_cast_if_asked(job, worker):
     job.save(worker)
     (new,) = again(job)
     variable = job.variable(new, np.array(7, "float32"), (0,), "w")
-    with pytest.raises(inside.VariableMismatch, match=r"'w' as float64\[\], not float32\[\]"):
-        job.restore(new)
+    refused(inside.VariableMismatch, r"'w' as float64\[\], not float32\[\]", lambda: job.restore(new))
     job.restore(new, order=inside.RestoreOrder(cast=True))
     found = job.value(new, variable)
     assert (found.dtype, found[()]) == ("float32", 1.75)

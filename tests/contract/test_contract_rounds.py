@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -46,34 +43,6 @@ def test_a_round_waits_for_everyone(job, two):
     assert job.verbs[0].status().round == 29
 
 
-PAYLOADS = {
-    "a number": np.array(2.5),
-    "nothing": np.zeros((2, 0, 3), "float32"),
-    "many parts": np.arange(3 * inside.PART_BYTES // 8 + 3, dtype="float64"),
-    "more than a message": np.ones((5, 1 << 20), "uint8"),
-    "bfloat16": np.array([[1.5, -2.0]], ml_dtypes.bfloat16),
-    "columns first": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-    "an odd number of bytes": np.arange(7, dtype="int8"),
-}
-
-
-def test_every_shape_travels(job, two):
-    """There in a contribution, and back in the answer, among others of another size."""
-    small = inside.TensorSpec("int8", (3,))
-    for name, value in PAYLOADS.items():
-        reductions = tuple(inside.Reduction("sum", spec, (0,)) for spec in (small, inside.spec_of(value), small))
-        plan = job.approve(
-            inside.Plan(reductions, returned=tuple(inside.Ref("reduction", index) for index in range(3))), two[0]
-        )
-        replies = together(*(worker.push(plan, [[1, 2, 3], value, [4, 5, 6]]) for worker in two))
-        turn(*two)
-        for reply in replies:
-            first, middle, last = given(reply, plan)
-            assert (first.tolist(), last.tolist()) == ([2, 4, 6], [8, 10, 12]), name
-            assert middle.shape == value.shape, name
-            assert middle.tobytes() == np.ascontiguousarray(value + value).tobytes(), name
-
-
 def test_wanted_variables_come_with_the_answer(job, two):
     """As they are after the round; each member what it asked for."""
     w = job.variable(two[0], np.array([5, 6]))
@@ -100,7 +69,8 @@ def test_a_round_waits_for_its_approval(job, two):
     """Contributions are kept meanwhile; one that does not fit is refused then, and its sender may send what fits."""
     plan = reduce_only(NUMBER)
     job.verbs[0].propose(two[0].session, plan, "", None)
-    futures = [_wrong(job, two[0], plan), two[1].push(plan, [2])]
+    wrong = inside.Contribution(two[0].session, two[0].generation, 0, plan.id, (1.0,))
+    futures = [job.verbs[0].push(wrong, inside.Payload.pack([np.zeros(5)])), two[1].push(plan, [2])]
     for worker in two:
         job.arrived(worker)
     assert not any(future.done() for future in futures)
@@ -165,12 +135,6 @@ def test_a_round_is_completed_without_who_is_gone(job, two):
     assert (reply.excluded, reply.generation.number) == ((B,), 2)
     assert float(given(reply, plan)[0]) == 6.0
     assert isinstance(refused(lambda: two[1].push(plan, [3.0])), inside.Fenced)
-
-
-def _wrong(job, worker, plan) -> Future[inside.RoundReply]:
-    """A push whose payload does not fit its plan."""
-    said = inside.Contribution(worker.session, worker.generation, worker.round, plan.id, (1.0,))
-    return job.verbs[0].push(said, inside.Payload.pack([np.zeros(5)]))
 
 
 def test_new_members_come_with_their_generation(job, two):

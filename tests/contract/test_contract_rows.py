@@ -136,8 +136,12 @@ def test_rows_that_are_not_there_are_refused(job, two):
 
 
 def test_rows_are_read_beside_variables(job, two):
-    """In the order asked for, variables first; a row as often as it is asked for, of several tables."""
+    """In the order asked for, variables first; a row as often as it is asked for, of several tables. Or nothing."""
     table, other = job.variable(two[0], TABLE), job.variable(two[0], -TABLE)
-    reply = job.verbs[0].pull(two[0].session, [other.id], -1, [read_of(table, 5, 0, 5), read_of(other)]).result(SOON)
-    found = reply.payload.tensors([spec_of(TABLE), TensorSpec("float32", (3, 2)), TensorSpec("float32", (0, 2))])
-    assert [each.tolist() for each in found] == [(-TABLE).tolist(), TABLE[[5, 0, 5]].tolist(), []]
+    number, read = job.variable(two[0], np.array(1.5)), job.verbs[0].pull
+    ids = [other.id, number.id, table.id]
+    reply = read(two[0].session, ids, -1, [read_of(table, 5, 0, 5), read_of(other)]).result(SOON)
+    specs = [spec_of(TABLE), number.spec.tensor, spec_of(TABLE)]
+    found = reply.payload.tensors([*specs, TensorSpec("float32", (3, 2)), TensorSpec("float32", (0, 2))])
+    assert [each.tolist() for each in found] == [(-TABLE).tolist(), 1.5, TABLE.tolist(), TABLE[[5, 0, 5]].tolist(), []]
+    assert (reply.round, read(two[0].session, [], -1).result(SOON).payload.size) == (-1, 0)

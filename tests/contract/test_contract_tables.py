@@ -85,23 +85,6 @@ def test_a_row_is_made_by_its_first_gradient(job, two):
     assert size(job, two[0], table) == 3
 
 
-def test_keys_and_rows_by_buckets(job, two):
-    """They come in the order of the hashes, all of them once."""
-    table = table_of(job, two[0])
-    plan, keys = job.approve(by_keys(table), two[0]), np.arange(-50, 50)
-    together(push(two[0], plan, keys.tolist()), push(two[1], plan, []))
-    asked = [TableRead(table.id, "keys", 0, 400), TableRead(table.id, "rows", 400, BUCKETS - 400)]
-    reply = job.verbs[0].pull(two[0].session, [], 0, [], asked).result(SOON)
-    some, others = reply.rows
-    first, second, rows = reply.payload.tensors(
-        [TensorSpec("int64", (some,)), TensorSpec("int64", (others,)), TensorSpec("float32", (others, 2))]
-    )
-    found = np.concatenate([first, second])
-    assert sorted(found.tolist()) == keys.tolist()
-    assert (np.diff(hashes_of(found, SPEC.salt).astype(np.float64)) > 0).all()
-    assert set(rows.ravel().tolist()) == {1.5}
-
-
 def momentum_of(table, slot):
     """A plan that adds rows to a slot, and subtracts that from the table."""
     program = Program(

@@ -89,21 +89,18 @@ def test_one_may_ask_first(job, worker):
         job.verbs[0].pull(worker.session, [1], -1).result(SOON)
 
 
-MISMATCHES = [
-    (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (3,)))),
-    (0, inside.VariableSpec("v0", inside.TensorSpec("float32", (2,)))),
-    (0, inside.VariableSpec("other", inside.TensorSpec("float64", (2,)))),
-    (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)), alone=True)),
-    (1, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)))),
-]
-
-
 def test_two_that_disagree_are_told(job, worker):
     """A mismatch of shape, dtype, name, consistency or order names both sides and both processes. A process that
     creates its third variable where the job has one runs another program."""
     job.variable(worker, np.zeros(2))
     other = job.open(B).session
-    for ordinal, spec in MISMATCHES:
+    for ordinal, spec in (
+        (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (3,)))),
+        (0, inside.VariableSpec("v0", inside.TensorSpec("float32", (2,)))),
+        (0, inside.VariableSpec("other", inside.TensorSpec("float64", (2,)))),
+        (0, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)), alone=True)),
+        (1, inside.VariableSpec("v0", inside.TensorSpec("float64", (2,)))),
+    ):
         with pytest.raises(inside.VariableMismatch) as told:
             create(job.verbs[0], other, ordinal, spec, (0,))
         message = str(told.value)
@@ -112,19 +109,16 @@ def test_two_that_disagree_are_told(job, worker):
         create(job.verbs[0], worker.session, 2, inside.VariableSpec("w", NUMBER), (0,))
 
 
-IMPOSSIBLE = [
-    inside.VariableSpec("", NUMBER),
-    inside.VariableSpec("x" * 600, NUMBER),
-    inside.VariableSpec("a\nb", NUMBER),
-    inside.VariableSpec("w", inside.TensorSpec("object", ())),
-    inside.VariableSpec("w", inside.TensorSpec("float32", (1 << 50,))),
-]
-
-
 def test_what_cannot_be_is_refused(job, worker):
     """Names that nobody can read, dtypes that do not travel, sizes that nothing can hold, and servers that are not
     there. A value of another size is refused as well, and not kept: the right one is taken afterwards."""
-    for spec in IMPOSSIBLE:
+    for spec in (
+        inside.VariableSpec("", NUMBER),
+        inside.VariableSpec("x" * 600, NUMBER),
+        inside.VariableSpec("a\nb", NUMBER),
+        inside.VariableSpec("w", inside.TensorSpec("object", ())),
+        inside.VariableSpec("w", inside.TensorSpec("float32", (1 << 50,))),
+    ):
         with pytest.raises(inside.InvalidRequest):
             create(job.verbs[0], worker.session, 0, spec, (0,))
     for servers in ((), (2,), (0, 7)):
@@ -175,17 +169,3 @@ def test_a_read_waits_for_its_round(job, worker):
     reply = reading.result(SOON)
     assert (reply.round, reply.payload.tensors([variable.spec.tensor])[0].tolist()) == (0, [15, 25])
     assert before.tolist() == [10, 20]
-
-
-def test_several_variables_are_read_at_once(job, worker):
-    """In the order asked for."""
-    values = [np.array(1.5, "float32"), np.arange(3), np.zeros((0,), "int8")]
-    variables = [job.variable(worker, value) for value in values]
-    order = [2, 0, 1]
-    reply = job.verbs[0].pull(worker.session, order, -1).result(SOON)
-    back = reply.payload.tensors([variables[index].spec.tensor for index in order])
-    assert reply.round == -1
-    for index, array in zip(order, back, strict=True):
-        assert array.tolist() == values[index].tolist()
-    nothing = job.verbs[0].pull(worker.session, [], -1).result(SOON)
-    assert nothing.payload.size == 0

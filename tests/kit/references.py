@@ -372,3 +372,23 @@ def simulated(
                 for n, value in zip(CUTS[fragments][p], values, strict=True):
                     own[w][n] = merged(own[w][n], value, alpha)
     return own, outer
+
+
+# ---- Gradients of rows ----
+
+KEYS = np.array([5, -9, 1 << 62, 0, 77, -(1 << 63), (1 << 63) - 1])
+SHAPE = (len(KEYS), 3)
+"""Of a table with a row for each key."""
+
+
+def some_rows(step: int, replica: int, keyed: bool = False) -> ps.IndexedSlices:
+    """Rows of one replica in one step, of integers; some come twice, and one replica has none in one step."""
+    rng = np.random.default_rng(10 * step + replica)
+    count = 0 if (step, replica) == (1, 1) else 3  # then rows of the other alone
+    ids = rng.integers(0, SHAPE[0], count)
+    return ps.IndexedSlices(rng.integers(-3, 4, (count, SHAPE[1])).astype("float32"), KEYS[ids] if keyed else ids)
+
+
+def whole(step: int, replica: int) -> Any:
+    """The same as a whole array."""
+    return np.asarray(some_rows(step, replica)._with_shape(SHAPE))

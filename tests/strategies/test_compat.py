@@ -290,7 +290,8 @@ def test_what_has_which_locality(distribution, strategy):
 
 
 def test_values_are_maps_from_device(distribution, strategy):
-    """What towers return, datasets give, and reductions mirror; merged arguments too."""
+    """What towers return, datasets give, and reductions mirror; merged arguments too. As an argument, in the scope, its
+    order is the towers', whatever it was given in; each tower gets its device's value."""
     n, devices = replicas(strategy), distribution.worker_devices
     if n == 1:
         pytest.skip("a single tower has bare values")
@@ -315,16 +316,8 @@ def test_values_are_maps_from_device(distribution, strategy):
     assert distribution.broadcast(1.0, devices[:2]).devices == devices[:2]
     own = distribution.call_for_each_tower(lambda: found[0].get())
     assert lists(distribution.unwrap(own)) == [float(tower) for tower in range(n)]
-
-
-def test_a_map_from_device_is_an_argument(distribution, strategy):
-    """In the scope its order is the towers', whatever it was given in; each tower gets its device's value."""
-    if kind_of(strategy) == "default":
-        pytest.skip("the default strategy calls the function with what it was given")
-    n, devices = replicas(strategy), distribution.worker_devices
-    index = {f"/device:CPU:{tower}": np.float32(tower) for tower in reversed(range(n))}
     with distribution.scope():
-        value = PerDevice(index)
+        value = PerDevice({f"/device:CPU:{tower}": np.float32(tower) for tower in reversed(range(n))})
         mirrored = Mirrored({device: np.float32(7.0) for device in reversed(devices)})
         told = distribution.call_for_each_tower(lambda x, m: np.float32(x + m), value, mirrored)
         assert lists(distribution.unwrap(told)) == [7.0 + tower for tower in range(n)]
@@ -345,14 +338,10 @@ def test_what_is_no_map_from_device_is_told():
         assert Mirrored({"cpu:3": 1, "cpu:5": 1}).get() == 1
 
 
+@kinds("mirrored-2", "servers-2x2")
 @pytest.mark.parametrize("method", ["sum", "mean"])
 def test_tower_local_variables(distribution, strategy, method):
     """Each tower has its own, from the first tower's value; they are not trained, and `fetch` combines them."""
-    if kind_of(strategy) == "default":
-        with distribution.scope(), distribution.tower_local_var_scope(method):
-            alone = ps.Variable(1.0)
-        assert distribution.fetch(alone) == 1.0
-        return
     n = replicas(strategy)
 
     def create():
@@ -420,7 +409,7 @@ def test_a_strategy_s_extended_is_made_of_it(strategy):
 
 def distributed(strategy, rows=12, batch=4):
     """An iterator over the numbers from 0, in global batches."""
-    dataset = strategy.experimental_make_numpy_dataset(np.arange(float(rows))).batch(batch)
+    dataset = strategy.extended.experimental_make_numpy_dataset(np.arange(float(rows)), session=None).batch(batch)
     return iter(strategy.experimental_distribute_dataset(dataset))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 import psclient as ps
 from psserver.programs.kernels.closed_forms import ClosedForm
-from tests.kit.references import OPTIMIZERS
 from tests.kit.strategies import USUAL, by_replica, in_replicas, kinds, merged, opened, refused, replicas, variable
 
 pytestmark = kinds("servers-2x2")
@@ -19,82 +17,12 @@ O = ps.optimizers  # noqa: E741
 SHAPE = (23, 5)
 STEPS = 18
 
-EXACT = [name for name in OPTIMIZERS if "norm" not in name and "by all" not in name]
-CHOSEN = ("SGD, momentum", "SGD, accumulated", "Adagrad by rows", "Adam, dynamically scaled", "AdamW", "Nadam")
-"""`test_optimizer_layouts` has the bits of all; the rest is put off as these are."""
-
-
-LAZY = {
-    "LazyAdam": lambda: O.LazyAdam(0.5),
-    "SGD, momentum": lambda: O.SGD(0.5, momentum=0.5, sparse="lazy"),
-    "AdamW": lambda: O.AdamW(0.5, sparse="lazy"),
-    "Nadam": lambda: O.Nadam(0.5, sparse="lazy"),
-}
-
 
 def gradient(step, replica):
     """Few rows, mostly the same ones, so that some are missed for long; in some steps none."""
     rng = np.random.default_rng(1000 * step + replica)
     ids = np.minimum(rng.geometric(0.25, rng.integers(0, 4)) - 1, SHAPE[0] - 1)
     return ps.IndexedSlices(rng.normal(size=(len(ids), SHAPE[1])).astype("float32"), ids)
-
-
-def story(strategy, make, seed, whole=False):
-    """All that is looked at while a table is trained, and other things are done to it.
-
-    Args:
-        strategy: where.
-        make: makes the optimizer.
-        seed: says what happens.
-        whole: True to give gradients as whole arrays.
-    """
-    start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
-    v, rng, seen = variable(strategy, start), np.random.default_rng(seed), []
-    with strategy.scope():
-        optimizer, other = make(), O.SGD(0.1, momentum=0.9)
-    for step in range(STEPS):
-        what = rng.choice(["nothing"] * 4 + ["read", "slot", "rows", "scatter", "assign", "other", "twice"])
-
-        def replica_fn(replica, step=step, what=what):
-            rows = gradient(step, replica)
-            optimizer.apply_gradients([(np.asarray(rows._with_shape(SHAPE)) if whole else rows, v)])
-            if what == "other":
-                other.apply_gradients([(gradient(step, replica), v)])
-            if what == "rows" and replica == 0:
-                seen.append(np.asarray(v.sparse_read([3, 1, step % SHAPE[0], 3])))
-
-        in_replicas(strategy, replica_fn)
-        own = optimizer._state.of(v).slots
-        if what == "read":
-            seen.append(v.numpy())
-        elif what == "slot" and own:
-            seen.append(own[rng.integers(len(own))].numpy())
-        elif what == "scatter":
-            v.scatter_add(ps.IndexedSlices(np.ones((2, SHAPE[1]), "float32"), [step % 7, 20]))
-        elif what == "assign":
-            v.assign(v * 0.5)
-        elif what == "twice":
-            merged(strategy, lambda s, v=v: s.extended.update(v, lambda v: v.assign_add(v * v)))
-    return [*seen, v.numpy(), *(slot.numpy() for slot in optimizer._state.of(v).slots)]
-
-
-@functools.cache
-def locally(name, count, seed):
-    """The same where each gradient is a whole array, in this process."""
-    with ps.MirroredStrategy(devices=[f"cpu:{n}" for n in range(count)]) as strategy:
-        return story(strategy, OPTIMIZERS[name], seed, whole=True)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in CHOSEN)) for name in EXACT]
-)
-def test_what_is_seen_has_the_bits_of_whole_updates(strategy, name):
-    """Reads of tables and slots, of rows, other updates, assignments, another optimizer in between."""
-    seed = EXACT.index(name)
-    found, expected = story(strategy, OPTIMIZERS[name], seed), locally(name, replicas(strategy), seed)
-    assert len(found) == len(expected)
-    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
-        np.testing.assert_array_equal(one, other, err_msg=f"look {place}")
 
 
 CLOSED = {
@@ -112,23 +40,26 @@ CLOSED = {
     ["Adam", "Adam, amsgrad", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SGD", "AdamW", "RMSprop", "Nadam"))],
 )
 def test_closed_forms_lead_to_the_same_values(strategy, name, calls_of):
-    """Within a few millionths, whatever is looked at or done in between; with the same bits where there is no form."""
-    used = calls_of("numbers_of", ClosedForm)
-    every, closed = (story(strategy, partial(CLOSED[name], catch_up=word), 5) for word in ("replay", "closed_form"))
-    for place, (one, other) in enumerate(zip(every, closed, strict=True)):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=f"look {place}")
+    """Within a few millionths, when it is looked at and later; with the same bits where there is no form."""
+    used, found = calls_of("numbers_of", ClosedForm), []
+    for word in ("replay", "closed_form"):
+        assert not used
+        _, steps = job(strategy, partial(CLOSED[name], catch_up=word))
+        found.append(steps(0, 12) + steps(12, STEPS))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert bool(used) == (name != "Adam, amsgrad")
-    assert used or all(map(np.array_equal, every, closed))
+    assert used or all(map(np.array_equal, *found))
 
 
 @kinds(*USUAL)
-@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("name", ["LazyAdam", "momentum", "AdamW", "Nadam"])
 def test_a_lazy_optimizer_leaves_other_rows_alone(strategy, name):
     """It is as if the rows that a step has were all there is; all copies are equal."""
     start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
     v = variable(strategy, start)
     with strategy.scope():
-        optimizer = LAZY[name]()
+        optimizer = lazily(name)
     for step in range(10):
         before = [x.numpy() for x in (v, *slots_of(optimizer, v))]
         in_replicas(strategy, lambda replica, step=step: optimizer.apply_gradients([(gradient(step, replica), v)]))
@@ -185,11 +116,11 @@ def test_a_function_of_one_s_own_is_made_up(strategy):
     refused(TypeError, "exact_update takes an update function", lambda: ps.exact_update(3))
 
 
-def job(strategy, sparse, path=""):
-    """A table that is trained with momentum, from a checkpoint if there is one."""
+def job(strategy, make, path=""):
+    """A table that is trained by an optimizer, from a checkpoint if there is one; what makes steps, and gives all."""
     with strategy.scope():
         v = ps.Variable(np.random.default_rng(0).normal(size=SHAPE).astype("float32"), name="v")
-        optimizer = O.SGD(0.1, momentum=0.9, sparse=sparse)
+        optimizer = make()
         optimizer.build([v])
     checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
     if path:
@@ -207,12 +138,13 @@ def job(strategy, sparse, path=""):
 def test_a_checkpoint_has_the_values_of_whole_updates(before, after, in_tmp_path):
     """Rows that are behind are saved as they would be; the steps after the save change nothing of it."""
     with opened(before) as strategy:
-        checkpoint, steps = job(strategy, "exact")
+        checkpoint, steps = job(strategy, partial(O.SGD, 0.1, momentum=0.9))
         steps(0, 12)
         path = checkpoint.save("ckpt")
         expected = steps(12, 20)
     with opened(after) as strategy:
-        _, steps = job(strategy, "dense", str(in_tmp_path / "runs" / path) if after == "default" else path)
+        found = str(in_tmp_path / "runs" / path) if after == "default" else path
+        _, steps = job(strategy, partial(O.SGD, 0.1, momentum=0.9, sparse="dense"), found)
         found = steps(12, 20)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -238,6 +170,12 @@ CALLS = {
 }
 """Optimizers, and how many calls make a step."""
 
+
+def lazily(name, **options):
+    """One of them that updates the rows of a gradient alone."""
+    return CALLS[name][0](**options, **({} if name == "LazyAdam" else {"sparse": "lazy"}))
+
+
 WHERE = {
     "servers-2x2": ["momentum", "Adam", "LazyAdam", "averaged", "clipped by norm", "dynamically scaled"],
     "sharded-3x1": ["AdamW", "clipped by all"],
@@ -257,12 +195,11 @@ def slices_of(step, calls, replica):
 )
 def test_a_lazy_step_of_several_calls_is_for_the_rows_of_all_of_them(strategy, name):
     """It is the lazy step of their average: rows of the first calls take part, also where the last has others."""
-    make, count = CALLS[name]
+    count = CALLS[name][1]
     start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
     v, once = variable(strategy, start), variable(strategy, start)
     with strategy.scope():
-        options = {} if name == "LazyAdam" else {"sparse": "lazy"}
-        accumulates, at_once = make(gradient_accumulation_steps=count, **options), make(**options)
+        accumulates, at_once = lazily(name, gradient_accumulation_steps=count), lazily(name)
     for step in range(4):
         for call in range(count):
             in_replicas(
@@ -299,33 +236,17 @@ def test_whole_gradients_among_those_of_rows_are_of_every_row(strategy):
 
 
 def test_a_checkpoint_between_the_calls_of_a_step_has_their_rows(in_tmp_path):
-    """What goes on from there makes the step that the job makes which was saved; `sparse` stays what it was."""
-
-    def started(path=""):
-        with strategy.scope():
-            v = ps.Variable(np.zeros(SHAPE, "float32"), name="v")
-            # It is restored by paths: the name is another one.
-            optimizer = O.Adam(0.1, sparse="lazy", gradient_accumulation_steps=2, name="of now" if path else "before")
-            optimizer.build([v])
-        checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
-        if path:
-            checkpoint.restore(path)
-        return v, optimizer, checkpoint
-
-    def calls(optimizer, v, first, stop):
-        for at in range(first, stop):
-            rows = ps.IndexedSlices(np.ones((1, SHAPE[1]), "float32"), [at])
-            strategy.run(lambda rows=rows: optimizer.apply_gradients([(rows, v)]))
-        return v.numpy()
-
+    """What goes on from there makes the step that the job makes which was saved; `sparse` stays what it was. It is
+    restored by paths: the optimizer's name is another one."""
+    make = partial(O.Adam, 0.1, sparse="lazy", gradient_accumulation_steps=2)
     with opened("servers-1x1") as strategy:
-        v, optimizer, checkpoint = started()
-        calls(optimizer, v, 0, 3)
+        checkpoint, calls = job(strategy, make)
+        calls(3, 6)
         path = checkpoint.save("ckpt")
-        expected = calls(optimizer, v, 3, 6)
+        expected = calls(6, 9)[0]
         with pytest.raises(AttributeError, match="sparse of this Adam is 'lazy' and cannot be changed"):
-            optimizer.sparse = "exact"
+            checkpoint.optimizer.sparse = "exact"
     for kind, found in (("servers-2x1", path), ("default", str(in_tmp_path / "runs" / path))):
         with opened(kind) as strategy:
-            v, optimizer, _ = started(found)
-            np.testing.assert_array_equal(calls(optimizer, v, 3, 6), expected)
+            _, calls = job(strategy, partial(make, name="of now"), found)
+            np.testing.assert_array_equal(calls(6, 9)[0], expected)

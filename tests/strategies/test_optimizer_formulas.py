@@ -19,6 +19,7 @@ KINDS = ("default", "mirrored-2", "servers-1x2")
 O = ps.optimizers  # noqa: E741
 B, E, S = (0.8, 0.95), 1e-5, 1e-14
 C = {"beta_1": B[0], "beta_2": B[1], "epsilon": 1e-3}
+P = {"b1": B[0], "b2": B[1], "eps": 1e-3}
 SMALL = 2.0**-17
 """An epsilon that float32 has exactly, as it has all numbers of `TENSORFLOW`, which TensorFlow keeps in float32."""
 FTRL = (0.125, -0.5, 0.125, 2.0**-6, 2.0**-5)
@@ -80,19 +81,11 @@ FRONT_ENDS = {
         2.771102862,
     ],
     "optax('Sgd', 0.1, momentum=0.9)": [0.2726285403, -0.737008177, 3.605344224],
-    "optax('Adam', 0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4)": [0.7227758919, -1.882235831, 3.142493198],
-    "optax('Adam', 0.1, b1=0.8, b2=0.95, eps=1e-3, nesterov=True, weight_decay=0.2)": [
-        0.4795026689,
-        -1.295892023,
-        2.113543625,
-    ],
-    "optax('Radam', 0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=1e-4, threshold=6.0, nesterov=True)": [
-        0.8039706831,
-        -1.777693128,
-        3.279632972,
-    ],
+    "optax('Adam', 0.1, **P, eps_root=1e-4)": [0.7227758919, -1.882235831, 3.142493198],
+    "optax('Adam', 0.1, **P, nesterov=True, weight_decay=0.2)": [0.4795026689, -1.295892023, 2.113543625],
+    "optax('Radam', 0.1, **P, eps_root=1e-4, threshold=6.0, nesterov=True)": [0.8039706831, -1.777693128, 3.279632972],
     "optax('Radam', 0.1, b1=0.9, b2=0.999, eps=1e-3, threshold=5.0)": [0.751483978, -1.710638444, 3.379738039],
-    "optax('Adamax', 0.1, b1=0.8, b2=0.95, eps=1e-3)": [0.7403000957, -1.945350994, 3.130302079],
+    "optax('Adamax', 0.1, **P)": [0.7403000957, -1.945350994, 3.130302079],
     "optax('Adadelta', 1.0, rho=0.9, eps=1e-3, weight_decay=0.05)": [0.794387221, -1.953615898, 3.02117982],
     "optax('Adagrad', 0.1, initial_accumulator_value=0.1, eps=1e-3)": [0.8892797134, -1.970684768, 3.068909021],
 }

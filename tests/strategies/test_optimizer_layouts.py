@@ -14,13 +14,11 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.references import MORE, OPTIMIZERS, v1
+from tests.kit.references import KEYS, MORE, OPTIMIZERS, SHAPE, some_rows, v1, whole
 from tests.kit.strategies import SHARDS, by_replica, cut, in_replicas, kinds, refused, replicas
 
 O = ps.optimizers  # noqa: E741
 de = ps.dynamic_embedding
-KEYS = np.array([5, -9, 1 << 62, 0, 77, -(1 << 63), (1 << 63) - 1])
-SHAPE = (len(KEYS), 3)
 STEPS = 3
 REPLICAS = 6
 """Of all workers together."""
@@ -58,20 +56,7 @@ PRODUCT = [
 ]
 
 
-def rows(step, replica, keyed=False):
-    """Rows of one replica in one step, of integers; some come twice, and one replica has none in one step."""
-    rng = np.random.default_rng(10 * step + replica)
-    count = 0 if (step, replica) == (1, 1) else 3  # then rows of the other alone
-    ids = rng.integers(0, SHAPE[0], count)
-    return ps.IndexedSlices(rng.integers(-3, 4, (count, SHAPE[1])).astype("float32"), KEYS[ids] if keyed else ids)
-
-
-def whole(step, replica):
-    """The same as a whole array."""
-    return np.asarray(rows(step, replica)._with_shape(SHAPE))
-
-
-FORMS = {"rows": rows, "whole": whole, "keys": functools.partial(rows, keyed=True)}
+FORMS = {"rows": some_rows, "whole": whole, "keys": functools.partial(some_rows, keyed=True)}
 
 
 def trained(strategy, make, form, layout="plain", start=1, name=""):
@@ -164,7 +149,7 @@ def test_however_many_workers_make_the_steps_of_one_process(workers):
     def train(cluster, index):
         devices, options = [f"cpu:{n}" for n in range(REPLICAS // workers)], {"variable_partitioner": cut}
         with ps.ParameterServerStrategy(devices, cluster_resolver=cluster.resolver(index), **options) as strategy:
-            shards = trained(strategy, ALL["Adagrad"], rows, "sharded")
+            shards = trained(strategy, ALL["Adagrad"], some_rows, "sharded")
             return shards, trained(strategy, ALL["Adagrad"], FORMS["keys"], "table", 0, "of all")
 
     with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:

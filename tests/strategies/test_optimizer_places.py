@@ -52,19 +52,16 @@ NOT_FINITE = (2, 6)
 """Steps in which a gradient is not finite, where a loss scale leaves them out."""
 
 
-def placed(strategy, at):
-    """A variable on the server whose turn it is."""
-    devices = strategy.extended.parameter_devices
-    with strategy.scope(), strategy.extended.colocate_vars_with(devices[at % len(devices)]):
-        return variable(strategy, np.linspace(-1, 1, 3 + at))
-
-
 class Trained:
     """One optimizer and its variables in one strategy."""
 
     def __init__(self, strategy, make):
         self.strategy = strategy
-        self.variables = {name: placed(strategy, at) for at, name in enumerate("abcd")}
+        devices = strategy.extended.parameter_devices  # each variable on the server whose turn it is
+        self.variables = {
+            name: variable(strategy, np.linspace(-1, 1, 3 + at), beside=(devices[at % len(devices)],))
+            for at, name in enumerate("abcd")
+        }
         self.optimizer = make()
 
     def step(self, names, at, bad=False, inside=True):

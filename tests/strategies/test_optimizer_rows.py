@@ -13,25 +13,8 @@ import psclient as ps
 from psclient._src.tracing import diagnostics
 from psclient._src.tracing.update_function import UpdateFunction
 from tests.kit.cases import once
-from tests.kit.references import OPTIMIZERS, O
+from tests.kit.references import KEYS, OPTIMIZERS, SHAPE, O, some_rows, whole
 from tests.kit.strategies import by_replica, in_replicas, kind_of, kinds, merged, refused, replicas, variable
-
-SHAPE = (7, 3)
-
-
-def slices(step, replica):
-    """Rows of one replica in one step, of integers; some come twice, and one replica has none in one step."""
-    rng = np.random.default_rng(10 * step + replica)
-    count = 0 if (step, replica) == (1, 1) else 5  # then rows of the other alone
-    ids = rng.integers(0, SHAPE[0], count)
-    return ps.IndexedSlices(rng.integers(-3, 4, (count, SHAPE[1])).astype("float32"), ids)
-
-
-def whole(step, replica):
-    """The same as a whole array."""
-    given, found = slices(step, replica), np.zeros(SHAPE, "float32")
-    np.add.at(found, np.asarray(given.indices), np.asarray(given.values))
-    return found
 
 
 def table_slices(replica):
@@ -89,7 +72,8 @@ def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
         for optimizer in (O.SGD(1.0), O.SGD(1.0, clipnorm=2.0), O.Lamb(1.0), O.SGD(1.0, momentum=0.5, sparse="dense")):
             for step in (0, 2):
                 in_replicas(
-                    strategy, lambda r, s=step, o=optimizer: o.apply_gradients([(slices(s, r), v), (slices(s, r), u)])
+                    strategy,
+                    lambda r, s=step, o=optimizer: o.apply_gradients([(some_rows(s, r), v), (some_rows(s, r), u)]),
                 )
     said = [record.getMessage() for record in caplog.records if "creates an array" in record.getMessage()]
     on_servers = kind_of(strategy) == "embedded"
@@ -116,10 +100,10 @@ def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
     v, u, w = (variable(strategy, np.ones(SHAPE, "float32")) for _ in range(3))
     optimizer = Looks(0.5)
     with caplog.at_level(logging.WARNING), strategy.scope():
-        strategy.extended.update(v, lambda v, g: v.assign(g / np.sum(g)), (slices(0, 0)._with_shape(SHAPE),))
-        in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), u)]))
+        strategy.extended.update(v, lambda v, g: v.assign(g / np.sum(g)), (some_rows(0, 0)._with_shape(SHAPE),))
+        in_replicas(strategy, lambda r: optimizer.apply_gradients([(some_rows(0, r), u)]))
         for _ in range(3):
-            given = (slices(0, 0)._with_shape(SHAPE),)
+            given = (some_rows(0, 0)._with_shape(SHAPE),)
             strategy.extended.update(w, lambda v, g: v.assign(0.5 * v + g), given)
     fn, rule, plain = (record.getMessage() for record in caplog.records)
     assert "lazily" not in fn
@@ -132,7 +116,7 @@ def test_an_optimizer_of_wholes_is_not_lazy(strategy):
     """Lamb says so when it is built, and at a step if it was made lazy since; nothing has changed."""
     v = variable(strategy, np.ones(SHAPE, "float32"))
     words = f"a Lamb cannot train {v.name!r} with sparse='lazy'"
-    step = lambda: in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), v)]))  # noqa: E731
+    step = lambda: in_replicas(strategy, lambda r: optimizer.apply_gradients([(some_rows(0, r), v)]))  # noqa: E731
     with strategy.scope():
         optimizer = O.Lamb(0.5, sparse="lazy")
         refused(ValueError, words, lambda: optimizer.build([v]))
@@ -152,7 +136,7 @@ def test_too_large_a_whole_array_is_refused(shared, monkeypatch):
     strategy = shared("servers-2x2")
     monkeypatch.setattr(diagnostics, "WHOLE_BYTES", 80)
     v = variable(strategy, np.ones(SHAPE, "float32"))
-    gradient = lambda r: slices(0, r)  # noqa: E731
+    gradient = lambda r: some_rows(0, r)  # noqa: E731
     with pytest.raises(ps.errors.ProgramError, match=f"update of '{v.name}'.*at most 80 bytes are allowed.*dense'$"):
         in_replicas(strategy, lambda r: O.Lamb(1.0).apply_gradients([(gradient(r), v)]))
     assert (v.numpy() == 1).all()
@@ -176,7 +160,7 @@ def test_rows_that_do_not_fit_are_refused(strategy, bad):
     optimizer, last = O.SGD(1.0), replicas(strategy) - 1
 
     def step(replica, bad=-1):
-        mine = ps.IndexedSlices(*rows) if replica == bad else slices(0, replica)
+        mine = ps.IndexedSlices(*rows) if replica == bad else some_rows(0, replica)
         optimizer.apply_gradients([(np.ones(2, "float32"), dense), (mine, v)])
 
     with pytest.raises(ValueError, match=why) as caught:
@@ -192,7 +176,6 @@ def test_rows_that_do_not_fit_are_refused(strategy, bad):
 # ---- Rows of dynamic tables ----
 
 de = ps.dynamic_embedding
-KEYS = np.array([5, -9, 1 << 62, 0, 77, -(1 << 63), (1 << 63) - 1])
 TABLES = kinds("servers-2x2", soak=["embedded-1"])
 numbers = itertools.count()
 
@@ -201,12 +184,6 @@ def table_of(strategy, **options):
     """A table whose name no other has; its rows begin with zeros, as the plain variable's."""
     with strategy.scope():
         return de.get_variable(f"table{next(numbers)}", **{"dim": 3, "initializer": 0, **options})
-
-
-def keyed(step, replica):
-    """Rows of one replica in one step, by keys."""
-    rows = slices(step, replica)
-    return ps.IndexedSlices(rows.values, KEYS[rows.indices])
 
 
 def state_of(optimizer, table):
@@ -290,11 +267,13 @@ def test_what_a_table_cannot_have_is_refused(strategy, what):
         ValueError,
         words.format(table.name),
         lambda: optimizer.build([table]),
-        lambda: in_replicas(strategy, lambda replica: optimizer.apply_gradients([(keyed(0, replica), table)])),
+        lambda: in_replicas(
+            strategy, lambda replica: optimizer.apply_gradients([(some_rows(0, replica, True), table)])
+        ),
     )
     assert optimizer.variables == [] or what == "uneven slots"
     with pytest.raises(ps.errors.ProgramError, match=f"table {table.name!r} must run on.*not scalars"):
-        in_replicas(strategy, lambda replica: Counted(0.5).apply_gradients([(keyed(0, replica), table)]))
+        in_replicas(strategy, lambda replica: Counted(0.5).apply_gradients([(some_rows(0, replica, True), table)]))
 
 
 GIVEN = {
@@ -317,7 +296,7 @@ def test_gradients_of_tables_that_are_none(strategy, what):
         in_replicas(strategy, lambda replica: optimizer.apply_gradients([(make(), table)]))
     assert repr(table.name) in str(caught.value)
     assert table.size() == 0
-    given = by_replica(strategy, lambda replica: keyed(3, replica))
+    given = by_replica(strategy, lambda replica: some_rows(3, replica, True))
     with strategy.scope():
         optimizer.apply_gradients([(given, table)])
     assert table.size() > 0

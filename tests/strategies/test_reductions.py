@@ -9,13 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arraylike import LazyArray
 from psclient._src.distribute.gathering import ReplicaPosition
-from tests.kit.cases import search
 from tests.kit.internals import MAX_NDIM
 from tests.kit.programs import same_bits
 from tests.kit.strategies import (
@@ -83,17 +80,6 @@ def test_every_dtype_is_reduced(strategy, op):
     assert (found.dtype, found.tolist()) == (np.result_type(*values[:n]), [float(n)] * 2)
     found = strategy.reduce("mean", of_each(strategy, list(range(2, 6))), axis=None)
     assert (found, found.dtype) == (np.arange(2, 2 + n).mean(), np.float64)
-
-
-@given(sizes=st.lists(st.integers(0, 5), min_size=4, max_size=4), op=st.sampled_from(OPS), seed=st.integers(0, 9))
-@search(0.25)
-def test_any_split_of_a_batch_gives_the_same(strategy, sizes, op, seed):
-    """Whatever replica has which examples, the reduction is that of the batch as a whole."""
-    sizes[0] += not sum(sizes[: replicas(strategy)])
-    rows = [np.random.default_rng([seed, i]).normal(size=(k, 3)) for i, k in enumerate(sizes)]
-    found = strategy.reduce(op, of_each(strategy, rows), axis=0)
-    whole = np.concatenate(rows[: replicas(strategy)])
-    np.testing.assert_allclose(found, oracle(op, whole, "float64"), atol=1e-12)
 
 
 @kinds("default", "mirrored-1", "mirrored-2", "servers-2x2", "async-2x2", soak=KINDS)

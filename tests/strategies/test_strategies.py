@@ -88,13 +88,6 @@ def test_a_strategy_is_made_of_an_extended(strategy):
     strategy.run(lambda: v.assign_add(1.0))
     assert v.numpy().tolist() == [2.0] * 3
     assert again.reduce("sum", by_replica(again, lambda i: np.float32(i)), axis=None) == sum(range(n))
-    dataset = ps.ArrayDataset(np.arange(8.0)).batch(4)
-    seen = [
-        [x for part in s.experimental_local_results(batch) for x in part]
-        for s in (again, strategy)
-        for batch in s.experimental_distribute_dataset(dataset)
-    ]
-    assert seen == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 2
     values = again.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
     assert again.experimental_local_results(values) == tuple(range(n))
     assert (strategy.unwrap(values), strategy.unwrap("x")) == (tuple(range(n)), ("x",))

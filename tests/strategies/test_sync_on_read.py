@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import KINDS, in_replicas, kinds, merged, opened, refused, replicas, variable
+from tests.kit.strategies import KINDS, in_replicas, kind_of, kinds, merged, opened, refused, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 ON_READ = ps.VariableSynchronization.ON_READ
@@ -214,23 +214,35 @@ def _root(tmp_path_factory):
         yield
 
 
+ROOTS = {"mirrored": "runs/", "embedded": ""}
+"""Where each kind of strategy looks for what servers save."""
+
+
+@pytest.fixture(scope="module", params=["servers-1x4", "mirrored-4"])
+def four(_root, request):
+    """A strategy of four replicas."""
+    with opened(request.param) as strategy:
+        yield strategy
+
+
 @pytest.fixture(scope="module")
-def saved(_root):
+def saved(four):
     """The path of a checkpoint of variables of every aggregation and dtype, a plain one and a metric: of four replicas.
     Replica 0 has added 1 to each sum, replica 1 has added 2, and so on."""
-    with opened("servers-1x4") as strategy:
-        made = {name: create(strategy, name, aggregation) for name, aggregation in AGGREGATIONS.items()}
-        made["integers"] = create(strategy, "integers", AGGREGATION.SUM, np.int64(0))
-        for v in made.values():
-            count_up(strategy, v)
-        for name, dtype in DTYPES.items():
-            made[name] = v = create(strategy, name, *of_dtype(dtype))
-            in_replicas(strategy, lambda _, v=v, dtype=dtype: v.assign(np.array([0, 1, 1], dtype)))
-        with strategy.scope():
-            made["plain"] = ps.Variable(8.0, name="plain")
-            made["metric"] = metric = ps.metrics.Mean("loss")
-        in_replicas(strategy, lambda replica: metric.update_state([[6.0], [1.0, 2.0], [], []][replica]))
-        return tracking(strategy, made).save("run/ckpt")
+    made = {name: create(four, name, aggregation) for name, aggregation in AGGREGATIONS.items()}
+    for v in made.values():
+        in_replicas(four, lambda replica, v=v: v.assign_add(np.float32(replica + 1)))
+    made["integers"] = v = create(four, "integers", AGGREGATION.SUM, np.zeros(2, "int64"))
+    in_replicas(four, lambda replica: v.assign(np.array([replica + 1, -replica - 1])))
+    for name, dtype in DTYPES.items():
+        made[name] = v = create(four, name, *of_dtype(dtype))
+        in_replicas(four, lambda _, v=v, dtype=dtype: v.assign(np.array([0, 1, 1], dtype)))
+    with four.scope():
+        made["plain"] = ps.Variable(8.0, name="plain")
+        made["metric"] = metric = ps.metrics.Mean("loss")
+    in_replicas(four, lambda replica: metric.update_state([[6.0], [1.0, 2.0], [], []][replica]))
+    root, path = ROOTS[kind_of(four)], f"of {kind_of(four)}/ckpt"
+    return tracking(four, made).save(root + path).removeprefix(root)
 
 
 def create(strategy, name, aggregation, value=0.0):
@@ -253,52 +265,47 @@ def tracking(strategy, made=()):
         return ps.train.Checkpoint(made=made)
 
 
-def count_up(strategy, v):
-    """Replica 0 adds 1, replica 1 adds 2, and so on; returns the variable."""
-    in_replicas(strategy, lambda replica: v.assign_add(np.asarray(replica + 1, v.dtype)))
-    return v
-
-
+@pytest.mark.parametrize("kind", ["servers-2x2", "mirrored-2"])
 @pytest.mark.parametrize("created", ["before the restore", "after the restore"])
-def test_the_aggregate_is_shared_out_among_the_replicas_of_now(saved, created):
+def test_the_aggregate_is_shared_out_among_the_replicas_of_now(saved, kind, created):
     """A sum in equal parts, a mean and a first replica's value whole; a variable without aggregation begins anew. A
     plain value is shared out as an aggregate."""
-    with opened("servers-2x2") as strategy:
+    with opened(kind) as strategy:
+        path = ROOTS[kind_of(strategy)] + saved
         if created == "after the restore":
-            tracking(strategy).restore(saved)
-        made = {name: create(strategy, name, aggregation, 50.0) for name, aggregation in AGGREGATIONS.items()}
+            tracking(strategy).restore(path)
+        # Servers save a value of one without aggregation, with which a later one of mirrored replicas would begin.
+        names = [*AGGREGATIONS] if kind == "servers-2x2" else AGGREGATIONS.keys() - {"none"}
+        made = {name: create(strategy, name, AGGREGATIONS[name], 50.0) for name in names}
         made["plain"] = create(strategy, "plain", AGGREGATION.SUM)
         if created == "before the restore":
-            tracking(strategy, made).restore(saved).assert_existing_objects_matched()
-        expected = {"sum": [5.0] * 2, "mean": [2.5] * 2, "only_first_replica": [1.0] * 2, "none": [50.0] * 2}
-        assert {name: copies_of(strategy, v) for name, v in made.items()} == expected | {"plain": [4.0] * 2}
+            tracking(strategy, made).restore(path).assert_existing_objects_matched()
+        expected = {"sum": 5.0, "mean": 2.5, "only_first_replica": 1.0, "none": 50.0, "plain": 4.0}
+        for name, v in made.items():
+            assert copies_of(strategy, v) == [expected[name]] * 2, name
         assert [float(made[name]) for name in ("sum", "mean", "only_first_replica")] == [10.0, 2.5, 1.0]
-
-
-@pytest.fixture(scope="module")
-def four(_root):
-    """A strategy of four replicas."""
-    with opened("servers-1x4") as strategy:
-        yield strategy
 
 
 def test_each_has_its_part_of_what_was_saved(four, saved):
     """What an ordinary variable has saved is each replica's value, whole, of a mean; every dtype is saved. A count of
-    10 over four replicas is 2 for each, and the first has what is left over; TensorFlow loses it."""
+    10 over four replicas is 2 for each, and the first has what is left over; TensorFlow loses it. A save changes no
+    copy."""
     made = {name: create(four, name, *of_dtype(dtype)) for name, dtype in DTYPES.items()}
-    expected = dict.fromkeys(DTYPES, [[0, 1, 1]] * 4) | {"plain": [8.0] * 4, "integers": [4, 2, 2, 2]}
+    expected = dict.fromkeys(DTYPES, [[0, 1, 1]] * 4) | {"plain": [8.0] * 4, "integers": [[4, -4], *[[2, -2]] * 3]}
     made["plain"] = create(four, "plain mean", AGGREGATION.MEAN)
-    made["integers"] = create(four, "integers", AGGREGATION.SUM, np.int64(0))
-    tracking(four, made).restore(saved).assert_existing_objects_matched()
-    assert {name: copies_of(four, v) for name, v in made.items()} == expected
+    made["integers"] = create(four, "integers", AGGREGATION.SUM, np.zeros(2, "int64"))
+    root = ROOTS[kind_of(four)]
+    tracking(four, made).restore(root + saved).assert_existing_objects_matched()
+    for _ in range(2):
+        assert {name: copies_of(four, v) for name, v in made.items()} == expected
+        tracking(four, made).save(f"{root}again/ckpt")
     assert all(made[name].numpy().dtype == dtype for name, dtype in DTYPES.items())
 
 
 def test_one_replica_goes_on_where_four_were(saved):
     """A plain variable gets the aggregate of copies; a mean over 3 values goes on with a fourth."""
-    with opened("servers-1x1") as one:
-        with one.scope():
-            made = {"sum": ps.Variable(0.0, name="v"), "metric": ps.metrics.Mean("loss")}
+    with opened("servers-1x1") as one, one.scope():
+        made = {"sum": ps.Variable(0.0, name="v"), "metric": ps.metrics.Mean("loss")}
         tracking(one, made).restore(saved).assert_existing_objects_matched()
         assert (float(made["sum"]), made["metric"].result()) == (10.0, 3.0)
         one.run(lambda: made["metric"].update_state([7.0]))

@@ -564,17 +564,3 @@ def test_a_view_is_no_array(group):
     bags = ps.nn.embedding_lookup_sparse(group["item"], [[4, 4], []], None, "sum")
     assert np.asarray(bags)[:, 0].tolist() == [6.0, 0.0]
     assert bags.gradient(ones(2)).counts.tolist() == [2]
-
-
-def test_an_optimizer_makes_no_rows_ahead(strategy):
-    """What it keeps of a table has no size either: an array of the table's shape would be larger than any memory."""
-    with strategy.scope():
-        wide = ps.dynamic_embedding.get_variable("wide", dim=1 << 18, initializer=0.0)
-        optimizer = ps.optimizers.Adagrad(1.0)
-
-    def step(replica):
-        optimizer.apply_gradients([(wide.lookup([5]).gradient(np.ones((1, 1 << 18), "float32")), wide)])
-
-    in_replicas(strategy, step)
-    assert wide.size() == 1
-    assert wide.lookup([5]).numpy()[0, 0] < 0

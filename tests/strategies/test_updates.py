@@ -4,28 +4,13 @@ variables live: colocation, non-slot devices, and the devices' names."""
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.rounds.section import Section
-from tests.kit.cases import search
-from tests.kit.strategies import (
-    by_replica,
-    copies,
-    in_replicas,
-    kind_of,
-    merged,
-    opened,
-    refused,
-    replicas,
-    variable,
-)
+from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, refused, replicas, variable
 
 
 def plain(value):
@@ -206,68 +191,6 @@ def test_methods_of_variables_are_update_functions(strategy):
     assert v.numpy().tolist() == [0.5, 1.5, 2.5]
     with pytest.raises(TypeError, match=r"update takes a variable.*update_non_slot"):
         strategy.extended.update(where, lambda v: None)
-
-
-@dataclass(frozen=True)
-class Expression:
-    """A random elementwise expression, as Python writes it; a leaf for `nest`."""
-
-    _nest_leaf = True
-    text: str
-
-    def compute(self, **names: Any) -> Any:
-        return eval(self.text, {"np": np, **names})
-
-
-_UNARY = ["-{}", "np.abs({})", "np.tanh({})", "np.square({})", "np.sqrt(np.abs({}))", "np.exp(np.minimum({}, 3.0))"]
-_UNARY += ["np.sign({})", "0.7 * {}"]
-_BINARY = ["{} + {}", "{} - {}", "{} * {}", "np.maximum({}, {})", "np.minimum({}, {})", "{0} / (1.0 + {1} * {1})"]
-_FORMS = st.sampled_from([*_UNARY, *_BINARY, "np.where({} > 0, {}, {})"])
-
-
-EXPRESSIONS = st.recursive(
-    st.sampled_from(["v", "u", "x", "k"]),
-    lambda inner: st.builds(lambda form, *parts: f"({form.format(*parts)})", _FORMS, inner, inner, inner),
-    max_leaves=8,
-).map(Expression)
-
-
-@pytest.fixture(scope="module")
-def three_kinds(shared):
-    found = []
-    for strategy in (shared("mirrored-2"), shared("servers-1x2"), shared("default")):
-        v = variable(strategy, np.zeros(5, "float32"))
-        with strategy.scope(), strategy.extended.colocate_vars_with(v):
-            found.append((strategy, v, ps.Variable(np.zeros(5, "float32"))))
-    return found
-
-
-@search(0.6, suppress=(HealthCheck.function_scoped_fixture,))
-@given(
-    new_v=EXPRESSIONS, new_u=EXPRESSIONS, result=EXPRESSIONS, seed=st.integers(0, 1000), k=st.floats(-2, 2, width=32)
-)
-def test_a_function_means_the_same_everywhere(three_kinds, new_v, new_u, result, seed, k):
-    """Random elementwise functions of two variables, a reduced array and a number: as on plain NumPy arrays."""
-    rng = np.random.default_rng(seed)
-    v0, u0, x0 = (rng.normal(size=5).astype("float32") for _ in range(3))
-    with np.errstate(all="ignore"):
-        plain_v = np.asarray(new_v.compute(v=v0, u=u0, x=x0, k=k), "float32") * np.ones(5, "float32")
-        plain_u = u0 + np.asarray(new_u.compute(v=plain_v, u=u0, x=x0, k=k), "float32")
-        plain_result = np.asarray(result.compute(v=plain_v, u=plain_u, x=x0, k=k))
-
-    def fn(v, u, x, k):
-        v.assign(new_v.compute(v=v, u=u, x=x, k=k))
-        u.assign_add(new_u.compute(v=v, u=u, x=x, k=k))
-        return result.compute(v=v, u=u, x=x, k=k) + v * 0.0
-
-    for strategy, v, u in three_kinds:
-        v.assign(v0)
-        u.assign(u0)
-        with strategy.scope():
-            x = strategy.extended.reduce_to("mean", x0, v)
-            returned = strategy.extended.update(v, fn, (u, x, k))
-        for found, expected in ((v, plain_v), (u, plain_u), (returned, plain_result + plain_v * 0.0)):
-            np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5, err_msg=str(strategy))
 
 
 # ---- Where variables live ----

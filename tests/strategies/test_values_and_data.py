@@ -35,24 +35,10 @@ def numbered(strategy):
     )
 
 
-def test_arguments_are_unwrapped_wherever_they_stand(strategy):
-    """In tuples, lists, dicts, named tuples and dataclasses, by position and by name; all else stays itself. Of a
-    mirrored value each replica gets the copy on its device; an array is handed on as it is."""
-    x, plain = numbered(strategy), object()
-    given = ((x, [x, plain]), {"a": x, "b": None}, Pair(x, Batch(x)), Batch([x], plain))
-
-    def fn(*args, key):
-        me = here().replica_id_in_sync_group
-        (a, (b, same)), (c, nothing), (d, batch), other = args[0], args[1].values(), args[2], args[3]
-        assert [int(v) for v in (a, b, c, d, batch.features, other.features[0], key[0])] == [me] * 7
-        assert same is other.label is plain
-        assert nothing is batch.label is None
-        assert [type(arg) for arg in args] == [tuple, dict, Pair, Batch]
-        return True
-
-    assert set(strategy.experimental_local_results(strategy.run(fn, given, {"key": [x]}))) == {True}
+def test_a_replica_is_given_its_copy_and_arrays_as_they_are(strategy):
+    """Of a mirrored value the copy on its device; an array is handed on itself."""
     n, array = replicas(strategy), np.ones(3)
-    total = strategy.extended.reduce_to("sum", by_replica(strategy, np.float32), x)
+    total = strategy.extended.reduce_to("sum", by_replica(strategy, np.float32), numbered(strategy))
     assert isinstance(total, ps.Mirrored) == (n > 1)
     found = in_replicas(strategy, lambda i, x, own: (np.ndim(x), float(x), own is array), total, array)
     assert found == ((0, float(sum(range(n))), True),) * n
@@ -99,7 +85,7 @@ def test_in_finds_a_value_in_its_container(strategy):
 def test_a_function_gives_each_replica_its_value(strategy):
     """A constant, by the replica's number, by their count: the examples of the documents. It may return a nest of
     arrays or numbers, in which None stays None. An object that all replicas share is a value of each. By default a
-    context is of one replica of one."""
+    context is of one replica of one. Distributed values, and structures that differ, are refused."""
     n, numbers = replicas(strategy), np.array([3.0, 2.0, 1.0, 0.0])
     for value_fn, expected in (
         (lambda context: np.float32(1.0), [1.0] * n),
@@ -119,18 +105,11 @@ def test_a_function_gives_each_replica_its_value(strategy):
     assert strategy.reduce("sum", made, axis=None).tolist() == [3.0 * n, 2.0 * n, 1.0 * n, 0.0]
     assert str(ps.ValueContext(1, 4)) == "ps.ValueContext(replica id 1, total replicas in sync: 4)"
     assert (ps.ValueContext().replica_id_in_sync_group, ps.ValueContext().num_replicas_in_sync) == (0, 1)
-
-
-def test_a_function_returns_values_of_one_replica(strategy):
-    """Distributed values, and structures that differ, are refused."""
+    give = strategy.experimental_distribute_values_from_function
     for wrong in (ps.PerReplica([1, 2]), {"a": ps.Mirrored([1, 2])}):
-        with pytest.raises(ValueError, match="the value of one replica"):
-            strategy.experimental_distribute_values_from_function(lambda context, wrong=wrong: wrong)
-    if replicas(strategy) > 1:
-        with pytest.raises(ValueError, match="structures differ"):
-            strategy.experimental_distribute_values_from_function(
-                lambda context: [0] * context.replica_id_in_sync_group
-            )
+        refused(ValueError, "the value of one replica", lambda wrong=wrong: give(lambda context: wrong))
+    if n > 1:
+        refused(ValueError, "structures differ", lambda: give(lambda context: [0] * context.replica_id_in_sync_group))
 
 
 LEAVES = st.one_of(st.none(), st.text(max_size=2), st.binary(max_size=2), st.integers(), st.floats(allow_nan=False))
@@ -152,18 +131,19 @@ NESTS = st.recursive(LEAVES, containers, max_leaves=10)
 
 @given(structure=NESTS)
 def test_replicas_get_and_give_any_nest(strategy, structure):
-    """Through `run` and through `merge_call`: what goes in comes out, each replica's own."""
+    """Through `run` and through `merge_call`, by position and by name: what goes in comes out, each replica's own."""
     n = replicas(strategy)
     count = len(nest.flatten(structure))
     own = [nest.pack_sequence_as(structure, [np.array([replica, i]) for i in range(count)]) for replica in range(n)]
     given = values.regroup(own)
 
-    def through(x):
-        return here().merge_call(lambda s, y: y, (x,))
+    def through(x, *, y):
+        return here().merge_call(lambda s, x, *, y: (x, y), (x,), {"y": y})
 
-    found = strategy.experimental_local_results(strategy.run(through, (given,)))
+    found = strategy.experimental_local_results(strategy.run(through, (given,), {"y": given}))
     for mine, expected in zip(found * (n // len(found)), own, strict=True):
-        assert all(a is b for a, b in zip(nest.flatten(mine), nest.flatten(expected), strict=True))
+        assert all(a is b for a, b in zip(nest.flatten(mine), nest.flatten((expected, expected)), strict=True))
+        assert type(mine[0]) is type(expected)
 
 
 # ---- Data ----
@@ -225,18 +205,6 @@ def test_a_pass_that_is_broken_off_leaves_nothing(strategy):
     assert strategy.reduce("sum", next(second), axis=0) == 7.0
 
 
-def test_numpy_datasets_are_made_of_arrays(strategy):
-    """An example for each row; a list is stacked; arrays of different lengths are refused, and data without batches."""
-    stacked = strategy.experimental_make_numpy_dataset([np.zeros(3), np.ones(3)])
-    assert stacked.size == 2
-    through_extended = strategy.extended.experimental_make_numpy_dataset(np.ones(10, "float32"), session=None)
-    assert through_extended.size == 10
-    with pytest.raises(ValueError, match="differ in their first dimension"):
-        strategy.experimental_make_numpy_dataset((np.zeros(3), np.zeros(4)))
-    refused(ValueError, r"batch", lambda: strategy.experimental_distribute_dataset(stacked))
-    refused(TypeError, "", lambda: strategy.experimental_distribute_dataset(5))
-
-
 def test_the_training_loop_of_the_documents(strategy):
     """Distribute, run, reduce: the variable ends where one process with all of the data ends."""
     x = np.random.default_rng(0).normal(size=(22, 3))
@@ -269,8 +237,7 @@ def test_the_training_loop_of_the_documents(strategy):
 
 
 def test_the_next_batch_may_be_missing(strategy):
-    """An optional says so, as often as it is asked for; batches come as by `next`, also by its older name. What is
-    distributed has none of a dataset's methods."""
+    """An optional says so, as often as it is asked for. What is distributed has none of a dataset's methods."""
     n = replicas(strategy)
     for data in (
         strategy.experimental_distribute_dataset([np.arange(float(n))] * 2),
@@ -290,6 +257,3 @@ def test_the_next_batch_may_be_missing(strategy):
             with pytest.raises(ValueError, match="the pass over the dataset has ended"):
                 missing.get_value()
     assert not any(hasattr(data, name) for name in ("batch", "map", "repeat", "shard", "shuffle"))
-    iterator = iter(strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)]))
-    assert [int(strategy.reduce("sum", x, axis=0)) for x in (next(iterator), iterator.get_next())] == [6, 22]
-    refused(StopIteration, "", lambda: next(iterator))

@@ -114,14 +114,6 @@ def test_shards_and_tables_have_it(two):
         assert strategy.round == 0  # nothing of it is a round of all
 
 
-def added(s, x, *variables, times=(1,) * 3):
-    """Reduces a value to variables, adds it to each, and returns what was reduced, and what twice the variables are."""
-    e = s.extended
-    found = [e.reduce_to("sum", x * k, v) for k, v in zip(times, variables, strict=False)]
-    pairs = zip(variables, found, strict=True)
-    return found, [e.update(v, lambda v, x: v.assign_add(x).value() * 2.0, (x,)) for v, x in pairs]
-
-
 def in_merge(strategy, fn, *args):
     """Calls a function where the replicas meet."""
     return strategy.run(lambda: ps.get_replica_context().merge_call(fn, args))
@@ -133,9 +125,14 @@ def test_values_of_both_come_back_by_their_names(two):
     kinds = (ps.Async(), None, ps.Async())
     with two.scope():
         variables = [ps.Variable(np.zeros(2), consistency=kind) for kind in kinds]
+
+    def add(s, x):
+        found = [s.extended.reduce_to("sum", x * k, v) for k, v in zip((1, 10, 100), variables, strict=True)]
+        pairs = zip(variables, found, strict=True)
+        return *found, *(s.extended.update(v, lambda v, x: v.assign_add(x).value() * 2.0, (x,)) for v, x in pairs)
+
     for number in (1, 2):
-        found, after = in_merge(two, lambda s, x: added(s, x, *variables, times=(1, 10, 100)), np.ones(2))
-        values = [float(np.asarray(x)[0]) for x in (*found, *after)]
+        values = [float(np.asarray(x)[0]) for x in in_merge(two, add, np.ones(2))]
         assert values == [1, 10, 100, 2 * number, 20 * number, 200 * number]
 
 

@@ -202,7 +202,7 @@ def test_a_worker_without_any_batch_is_told_so():
 
 def test_a_worker_that_joins_asynchronous_ones_is_told_that_it_gets_no_batches(caplog):
     """Those of the beginning have their shares; the log says how all could share them."""
-    late = distributed(ArrayDataset(np.arange(8)).batch(4), Asynchronous(4, 1, 4))
+    late = distributed(ArrayDataset(np.arange(8)).batch(4), Apart(4, 1, 4))
     assert [rows(batch) for batch in late] == [[[]], [[]]]
     assert "gets no batches. To share batches, use ps.InputOptions(auto_shard_policy=ps.AutoShard" in caplog.text
 
