@@ -237,16 +237,16 @@ class EmbeddingBagCollection(_Collection):
         return KeyedTensor(self._shown, *self._bags(features))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-    def _bags(self, features: Any) -> tuple[list[int], torch.Tensor, list[torch.Tensor] | None]:
-        """Returns the size of each feature's bags, all bags side by side, and each feature's if they were apart."""
+    def _bags(self, features: Any) -> tuple[list[int], torch.Tensor | list[torch.Tensor]]:
+        """Returns the size of each feature's bags, and all bags side by side; of several stacks those of each."""
         found: dict[str, torch.Tensor] = {}
         for stack, own, rows, places in self._look_up(features):
             pooled = self._pooled(stack, own, rows, places)
             if len(self._stacks) == 1:
-                return [rows.shape[1]] * len(stack.features), pooled, None
+                return [rows.shape[1]] * len(stack.features), pooled
             found |= zip([each.shown for each in stack.features], pooled.split(rows.shape[1], dim=1), strict=True)
         parts = [found[name] for name in self._shown]
-        return [part.shape[1] for part in parts], torch.cat(parts, dim=1), parts
+        return [part.shape[1] for part in parts], parts
 
     def _pooled(self, stack: _Stack, own: _Bag, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Returns the bags of a stack's features side by side, of ids whose rows are at some places."""

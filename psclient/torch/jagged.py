@@ -115,19 +115,16 @@ class KeyedTensor:
     Args:
         keys: names of the features.
         length_per_key: the size of each feature's bags.
-        values: all bags, (B, sum of these sizes).
-        parts: the bags of each feature, of dtypes of their own; None to cut them out of `values`.
+        values: all bags, (B, sum of these sizes); or those of each feature, which may have dtypes of their own.
     """
 
     def __init__(
-        self,
-        keys: Sequence[str],
-        length_per_key: Sequence[int],
-        values: torch.Tensor,
-        parts: Sequence[torch.Tensor] | None = None,
+        self, keys: Sequence[str], length_per_key: Sequence[int], values: torch.Tensor | Sequence[torch.Tensor]
     ) -> None:
         self._sizes, self._values = dict(zip(keys, length_per_key, strict=True)), values
-        self._parts = None if parts is None else dict(zip(keys, parts, strict=True))
+        self._parts: dict[str, torch.Tensor] | None = None
+        if not isinstance(values, torch.Tensor):
+            self._parts = dict(zip(keys, values, strict=True))
 
     def keys(self) -> list[str]:
         """Names of the features."""
@@ -135,7 +132,7 @@ class KeyedTensor:
 
     def values(self) -> torch.Tensor:
         """All bags, (B, sum of dims)."""
-        return self._values
+        return self._values if isinstance(self._values, torch.Tensor) else torch.cat(list(self._values), dim=1)
 
     def length_per_key(self) -> list[int]:
         """The size of each feature's bags."""
@@ -144,7 +141,7 @@ class KeyedTensor:
     def to_dict(self) -> dict[str, torch.Tensor]:
         """The bags by feature."""
         if self._parts is None:  # once: each split has a backward of its own
-            self._parts = dict(zip(self._sizes, self._values.split(self.length_per_key(), dim=1), strict=True))
+            self._parts = dict(zip(self._sizes, self.values().split(self.length_per_key(), dim=1), strict=True))
         return dict(self._parts)
 
     def __getitem__(self, key: str) -> torch.Tensor:

@@ -63,6 +63,16 @@ def test_a_round_reduces_applies_and_gives():
     assert (outcome.assigned, outcome.wanted) == ({}, {})
 
 
+def test_weights_count_in_the_mean():
+    """A weight of 0 leaves out its bytes; those of the others are found all the same."""
+    reductions = tuple(Reduction("mean", PAIR, (0,)) for _ in range(2))
+    plan = Plan(reductions, returned=(Ref("reduction", 0), Ref("reduction", 1)))
+    ones, twos = [1.0, 1.0], [2.0, 2.0]
+    parts = [part(0, plan, [ones, twos], weights=(0.0, 3.0)), part(1, plan, [twos, ones], weights=(1.0, 1.0))]
+    first, second = run(plan, parts, {}).given
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [0.75, 0.75])
+
+
 def test_what_is_assigned_is_its_own():
     """A plain copy of what came over the network keeps no message alive, and of another variable no alias."""
     copy = Program((Input("variable", PAIR), Input("value", PAIR)), (), ((0, 1),), (1,))
