@@ -259,36 +259,25 @@ def test_a_strategy_keeps_to_itself(strategy):
             how(strategy)
 
 
-LIBRARY = {}
-
-
-def normalized(x):
-    """Library code as one writes it: centers a batch over all replicas, counts its calls, keeps a running mean."""
-    total, count = here().all_reduce("sum", (x.sum(axis=0), np.float32(len(x))))
-    mean = total / count
+def test_library_code_runs_unchanged(strategy):
+    """It gives in every strategy, and without one, what one replica with the whole batch gets."""
+    n, batch, kept = replicas(strategy), np.arange(24, dtype="float32").reshape(8, 3), variable(strategy)
 
     def keep(strategy, mean):
         value = strategy.experimental_local_results(mean)[0]
-        strategy.extended.update(LIBRARY["mean"], lambda v, m: v.assign(v * 0.5 + m * 0.5), (value,))
+        strategy.extended.update(kept, lambda v, m: v.assign(v * 0.5 + m * 0.5), (value,))
 
-    here().merge_call(keep, (mean,))
-    LIBRARY["calls"].assign_add(np.float32(1.0))
-    return x - mean
+    def centered(x):
+        total, count = here().all_reduce("sum", (x.sum(axis=0), np.float32(len(x))))
+        here().merge_call(keep, (total / count,))
+        return x - total / count
 
-
-def test_library_code_runs_unchanged(strategy):
-    """It gives in every strategy, and without one, what one replica with the whole batch gets."""
-    n, batch = replicas(strategy), np.arange(24, dtype="float32").reshape(8, 3)
     parts = strategy.experimental_distribute_values_from_function(
         lambda context: np.array_split(batch, n)[context.replica_id_in_sync_group]
     )
-    LIBRARY["mean"] = variable(strategy)
-    LIBRARY["calls"] = variable(strategy, 0.0, aggregation=ps.VariableAggregation.MEAN)
-    out = normalized(batch) if kind_of(strategy) == "default" else strategy.run(normalized, (parts,))
-    rows = np.concatenate(strategy.experimental_local_results(out))
-    np.testing.assert_allclose(rows, batch - batch.mean(axis=0))
-    np.testing.assert_allclose(LIBRARY["mean"].numpy(), batch.mean(axis=0) / 2)
-    assert float(LIBRARY["calls"]) == 1.0
+    out = centered(batch) if kind_of(strategy) == "default" else strategy.run(centered, (parts,))
+    np.testing.assert_allclose(np.concatenate(strategy.experimental_local_results(out)), batch - batch.mean(axis=0))
+    np.testing.assert_allclose(kept.numpy(), batch.mean(axis=0) / 2)
 
 
 def test_the_example_of_the_documents(strategy):

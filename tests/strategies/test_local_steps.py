@@ -22,8 +22,6 @@ from tests.kit.references import LocalWorker, Nesterov, first, sgd, simulated
 from tests.kit.strategies import refused
 from tests.kit.workers import in_threads
 
-average = partial(sgd, 1.0, 0.0)
-
 
 def exchanged(count, *schedule, workers=2, tokens=None, rule=sgd, servers=2, options=None, **given):
     """The parameters of each worker, and the outer ones of each, after so many local steps."""
@@ -64,7 +62,9 @@ def test_workers_do_what_a_loop_in_one_process_does(dtype, schedule, alpha, toke
 def test_half_precision_is_exchanged_in_single(dtype):
     """Large weights are not too large for it."""
     dtype = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]
-    (_, outer, _), (own, other, _) = exchanged(4, 4, tokens=lambda worker, step: 1e6, dtype=dtype, rule=average)
+    (_, outer, _), (own, other, _) = exchanged(
+        4, 4, tokens=lambda worker, step: 1e6, dtype=dtype, rule=partial(sgd, 1.0, 0.0)
+    )
     expected = simulated(2, 4, 4, rule=lambda: Nesterov(1.0, 0.0))[1]
     same(outer, other)
     same(own, other)
@@ -155,21 +155,6 @@ def test_delayed_nesterov_converges_where_nesterov_does_not(consistency, caplog)
     assert "DelayedNesterov" not in caplog.text
     in_threads(lambda strategy, worker: LocalWorker(strategy, worker, sgd, 5) and None, 2, 1, **options)
     assert "use ps.optimizers.DelayedNesterov" in caplog.text
-
-
-def test_delayed_nesterov_is_nesterov_by_the_mean_of_its_delay():
-    """Of N equal gradients the N-th step ends where one step of Nesterov's ends: arXiv 2401.09135 with c = 0."""
-    with ps.ParameterServerStrategy() as strategy:
-        with strategy.scope():
-            v, u = ps.Variable(np.ones(3), name="v"), ps.Variable(np.ones(3), name="u")
-            delayed = ps.optimizers.DelayedNesterov(0.5, 0.9, delay=4)
-            plain = sgd(0.5, 0.9)
-        for number in range(12):
-            g = np.arange(3.0) + number // 4
-            strategy.run(lambda g=g: delayed.apply_gradients([(g, v)]))
-            if number % 4 == 3:
-                strategy.run(lambda g=g: plain.apply_gradients([(g, u)]))
-                np.testing.assert_allclose(v.numpy(), u.numpy(), rtol=1e-12)
 
 
 def test_a_slow_worker_exchanges_after_fewer_steps():

@@ -476,16 +476,13 @@ def test_slots_are_names(strategy, slots):
         apply(strategy, optimizer, ([1.0] * 3, variable(strategy)))
 
 
-class Waiting(Optimizer):
-    """Assigns what the variable has already, and for two steps of three nothing else."""
-
-    def update(self, v, gradient, iterations):
-        v.assign(v.value())
-        v.assign(np.where(iterations % 3 == 0, v - gradient, v))
-
-
 def test_what_a_step_may_do(strategy):
     """Assign the same value, or return what it has assigned; a schedule may return a plain number, which may change."""
+
+    class Waiting(Optimizer):
+        def update(self, v, gradient, iterations):
+            v.assign(v.value())
+            v.assign(np.where(iterations % 3 == 0, v - gradient, v))
 
     class Brief(Optimizer):
         def update(self, v, gradient, iterations):

@@ -127,10 +127,6 @@ def saves_and_restores():
 KEYS = {"helpers": [Mine, refusal], "ps": 2, "workers": 2, "gates": ["save", "restore", "older"]}
 
 
-def state_in(directory):
-    return json.loads((directory / "checkpoints/run/ckpt-1/manifest.json").read_text())["state"]
-
-
 def test_all_go_the_same_way(tmp_path):
     """Whoever comes late, to a save or to a restore; a restore is a place of the program at which all are."""
     with ProcessCluster(saves_and_restores, tmp_path, **KEYS) as job, job.server(PS0) as server:
@@ -151,7 +147,8 @@ def test_all_go_the_same_way(tmp_path):
 
     assert said("impossible")[0] == said("impossible")[1]
     assert "'/abs/ckpt-1'" in said("impossible")[0]
-    assert state_in(tmp_path) == {"mine": {"task": 0}}, "of the first, however late it comes"
+    manifest = json.loads((tmp_path / "checkpoints/run/ckpt-1/manifest.json").read_text())
+    assert manifest["state"] == {"mine": {"task": 0}}, "of the first, however late it comes"
     assert said("complete") == (True, True)
     for task in (W0, W1):
         assert job.said(task, "loaded") == [{"task": 0}] * 3

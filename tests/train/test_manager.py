@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -31,6 +32,13 @@ def managed(strategy, max_to_keep=9, directory="run", **keys):
     with strategy.scope():
         v, w = (ps.Variable(np.zeros(40), name=name) for name in "vw")
         return ps.train.CheckpointManager(ps.train.Checkpoint(v=v, w=w), directory, max_to_keep, **keys)
+
+
+@contextlib.contextmanager
+def managing(kind, *args, **keys):
+    """A manager of a strategy of its own."""
+    with opened(kind) as strategy:
+        yield managed(strategy, *args, **keys)
 
 
 def value(manager):
@@ -138,8 +146,7 @@ def test_an_interval_counts_steps(kind):
 
 def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
     """What it would have replaced stays, and goes with the next; what was in its way stays, too."""
-    with opened("servers-1x1") as strategy:
-        manager = managed(strategy, 1)
+    with managing("servers-1x1", 1) as manager:
         save(manager, 1)
         blocker = Path("runs/run/ckpt-2")
         blocker.write_text("no directory")
@@ -156,8 +163,7 @@ def test_a_checkpoint_that_was_not_saved_is_no_part_of_the_list():
 
 def test_one_that_failed_at_the_very_end_is_deleted_with_the_next():
     """It is complete, but could not be named as the newest; nobody lists it, and it does not stay for ever."""
-    with opened("servers-1x1") as strategy:
-        manager = managed(strategy, 1)
+    with managing("servers-1x1", 1) as manager:
         save(manager, 1)
         latest = Path("runs/run/latest")
         latest.unlink()
@@ -174,8 +180,9 @@ def test_one_that_failed_at_the_very_end_is_deleted_with_the_next():
 
 @KINDS
 def test_an_older_one_may_be_gone_back_to(kind):
-    """What is saved then takes the next number anew, and is the newest: a restart goes on from it."""
-    saved(kind, 1, 2, 3, 4, 5)
+    """What is saved then takes the next number anew, and is the newest: a restart goes on from it. The one before is
+    the one with the next smaller number, and not what the job has once gone back from; a restart finds it again."""
+    run = saved(kind, 1, 2, 3, 4, 5)
     with opened(kind) as strategy:
         manager = managed(strategy)
         manager.checkpoint.restore("run/ckpt-2")
@@ -188,6 +195,13 @@ def test_an_older_one_may_be_gone_back_to(kind):
         assert save(manager, 4) == paths(4)
         assert ps.train.latest_checkpoint("run", strategy) == "run/ckpt-4"
         assert on_disk(kind) == numbered(1, 2, 3, 4, 5)
+    for number in (3, 4):
+        flip(run / f"ckpt-{number}")
+    for _ in range(2):
+        with managing(kind) as manager:
+            assert manager.restore_or_initialize() == "run/ckpt-2"
+            assert value(manager) == 2
+    assert on_disk(kind) == ["ckpt-1", "ckpt-2", "ckpt-3.damaged", "ckpt-4.damaged", "ckpt-5"]
 
 
 @KINDS
@@ -200,8 +214,7 @@ def test_the_note_has_names_only(kind):
     assert note["deleting"] == numbered(1)
     # The server was killed after the manifest, and before it deleted anything.
     shutil.copytree(root_of(kind) / "run/ckpt-2", root_of(kind) / "run/ckpt-1")
-    with opened(kind) as strategy:
-        manager = managed(strategy, 2)
+    with managing(kind, 2) as manager:
         manager.restore_or_initialize()
         save(manager, 4)
         assert on_disk(kind) == numbered(3, 4)
@@ -218,8 +231,7 @@ def test_a_note_of_paths_is_read(kind):
     listed = [[f"elsewhere/ckpt-{number}", 1.0 * number] for number in (1, 2)]
     manifest["state"][".manager"] = {"checkpoints": listed, "preserved": 0.0}
     path.write_text(json.dumps(manifest))
-    with opened(kind) as strategy:
-        manager = managed(strategy, 2)
+    with managing(kind, 2) as manager:
         manager.restore_or_initialize()
         assert manager.checkpoints == paths(1, 2)
         save(manager, 3)
@@ -270,8 +282,7 @@ def test_a_copy_deletes_nothing_of_what_it_was_copied_from(kind):
     run = saved(kind, 1, 2)
     copy = shutil.copytree(run, run.parent / "copy")
     (copy / "ckpt-1/notes.txt").write_text("mine")
-    with opened(kind) as strategy:
-        manager = managed(strategy, 2, "copy")
+    with managing(kind, 2, "copy") as manager:
         manager.restore_or_initialize()
         save(manager, 3, 4)
     assert on_disk(kind) == numbered(1, 2)
@@ -300,20 +311,18 @@ def lose(directory):
     next(directory.glob("shard-*")).unlink()
 
 
-DAMAGE = {
-    flip: "another checksum than when it was saved",
-    cut: "not a checkpoint manifest",
-    brackets: "not a checkpoint manifest",
-    lose: "is missing",
-}
-
-
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize(("kind", "damage"), [("mirrored-1", flip), ("servers-2x2", cut)])
-def test_the_one_before_is_restored(kind, damage, caplog):
+@pytest.mark.parametrize(
+    ("kind", "damage", "how"),
+    [
+        ("mirrored-1", flip, "another checksum than when it was saved"),
+        ("servers-2x2", cut, "not a checkpoint manifest"),
+    ],
+)
+def test_the_one_before_is_restored(kind, damage, how, caplog):
     """One warning says which is damaged, how, and what is restored instead; it stays as it is under a name by which it
     is neither restored, counted, written over nor deleted. The next test has all that can be wrong."""
     run = saved(kind, 1, 2, 3)
@@ -325,7 +334,7 @@ def test_the_one_before_is_restored(kind, damage, caplog):
         assert manager.restore_or_initialize() == "run/ckpt-2"
         assert value(manager) == 2
         (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        for words in ("'run/ckpt-2' was restored instead", "ckpt-3: ", DAMAGE[damage]):
+        for words in ("'run/ckpt-2' was restored instead", "ckpt-3: ", how):
             assert words in said
         assert manager.checkpoints == paths(1, 2)
         assert ps.train.latest_checkpoint("run", strategy) == "run/ckpt-2"
@@ -344,8 +353,7 @@ def test_several_in_a_row(kind):
     for number, damage in ((5, brackets), (4, flip), (3, cut), (2, lose)):
         damage(run / f"ckpt-{number}")
     shutil.copytree(run / "ckpt-1", run / "ckpt-3.damaged")
-    with opened(kind) as strategy:
-        manager = managed(strategy)
+    with managing(kind) as manager:
         manager.restore_or_initialize()
         assert value(manager) == 1
         assert manager.checkpoints == paths(1)
@@ -360,8 +368,7 @@ def test_where_all_are_damaged_nothing_begins_anew(kind):
     one that is damaged: that one is never passed over. Of servers the first says what it has found."""
     run = saved(kind, 1, 2)
     flip(run / "ckpt-2")
-    with opened(kind) as strategy:
-        manager = managed(strategy)
+    with managing(kind) as manager:
         manager.checkpoint.v.assign(np.full(40, 9.0))
         with pytest.raises(
             ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*another checksum than when it was saved"
@@ -375,24 +382,6 @@ def test_where_all_are_damaged_nothing_begins_anew(kind):
             manager.restore_or_initialize()
         assert value(manager) == 9
     assert on_disk(kind) == numbered(1, 2)
-
-
-@KINDS
-def test_who_went_back_goes_further_back(kind):
-    """The one before is the one with the next smaller number, and not what the job has once gone back from; a restart
-    finds it again."""
-    run = saved(kind, 1, 2, 3, 4, 5)
-    with opened(kind) as strategy:
-        manager = managed(strategy)
-        manager.checkpoint.restore("run/ckpt-2")
-        save(manager, 33, numbers=[3])
-    flip(run / "ckpt-3")
-    for _ in range(2):
-        with opened(kind) as strategy:
-            manager = managed(strategy)
-            assert manager.restore_or_initialize() == "run/ckpt-2"
-            assert value(manager) == 2
-    assert on_disk(kind) == ["ckpt-1", "ckpt-2", "ckpt-3.damaged", "ckpt-4", "ckpt-5"]
 
 
 @KINDS
@@ -429,8 +418,7 @@ def test_a_file_that_may_not_be_read_is_raised():
         saved("mirrored-1", 1, 2, directory=directory)
         newest = Path(directory, "ckpt-2")
         uid = os.geteuid()
-        with opened("mirrored-1") as strategy:
-            manager = managed(strategy, directory=directory)
+        with managing("mirrored-1", directory=directory) as manager:
             for hidden in (next(newest.glob("shard-*")), newest / "manifest.json", newest):
                 mode = hidden.stat().st_mode
                 hidden.chmod(0)
@@ -454,8 +442,7 @@ def test_what_one_server_cannot_read_counts_for_more(tmp_path):
     first.write_bytes(first.read_bytes()[:-1] + b"?")
     shutil.move(second, tmp_path / "elsewhere")
     second.symlink_to(tmp_path / "elsewhere")
-    with opened("servers-2x1") as strategy:
-        manager = managed(strategy)
+    with managing("servers-2x1") as manager:
         refused(manager, "through a link")
         assert value(manager) == 0
     assert on_disk("servers-2x1") == numbered(1, 2)
@@ -475,8 +462,7 @@ def test_by_a_url(monkeypatch):
     with there.open(f"ckpt-2/{shard}") as file:
         data = file.read()
     there.put(f"ckpt-2/{shard}", data[:-1] + b"?")
-    with opened("mirrored-1") as strategy:
-        manager = managed(strategy, directory=url)
+    with managing("mirrored-1", directory=url) as manager:
         moved.clear()
         assert manager.restore_or_initialize() == f"{url}/ckpt-1"
         assert [key.rpartition("/")[2] for key in moved] == [shard, "manifest.json", "manifest.json", shard]

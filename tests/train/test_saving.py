@@ -13,7 +13,7 @@ import pytest
 
 import psclient as ps
 from tests.kit.rig import eventually
-from tests.kit.strategies import opened
+from tests.kit.strategies import opened, refused
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -149,8 +149,7 @@ def test_a_failure_is_told_once(told):
             "by the next save": lambda: checkpoint.save("run/ckpt"),
             "by a restore": lambda: checkpoint.restore("run/ckpt-1"),
         }
-        with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-1' was not saved"):
-            tell[told]()
+        refused(ps.errors.CheckpointError, "'run/ckpt-1' was not saved", tell[told])
         assert [failed(path) for path in ("run/ckpt-1", "other")] == [True, False]
         blocker.unlink()
         assert checkpoint.save("run/ckpt", AT_ONCE) == "run/ckpt-2"
@@ -178,8 +177,7 @@ def test_a_manifest_that_is_too_large_is_told(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("psclient._src.chief.checkpoints.PART_BYTES", 400)
             checkpoint.save("run/ckpt")
-            with pytest.raises(ps.errors.CheckpointError, match=r"of 2 variables has [0-9]+ bytes; at most 400"):
-                checkpoint.sync()
+            refused(ps.errors.CheckpointError, r"of 2 variables has [0-9]+ bytes; at most 400", checkpoint.sync)
         eventually(lambda: not list(Path("runs").rglob("shard-*")))
         v.assign(1.0)
         path = checkpoint.save("run/ckpt")
@@ -194,8 +192,7 @@ def test_a_failure_without_servers_is_told_at_once():
         _, checkpoint = counted(strategy)
         first = checkpoint.save("run/ckpt")
         Path("run/ckpt-2").write_text("no directory")
-        with pytest.raises(ps.errors.CheckpointError, match="'run/ckpt-2' was not saved"):
-            checkpoint.save("run/ckpt")
+        refused(ps.errors.CheckpointError, "'run/ckpt-2' was not saved", lambda: checkpoint.save("run/ckpt"))
         assert ps.train.latest_checkpoint("run", strategy) == first
         Path("run/ckpt-2").unlink()
         Path("run/ckpt-1/manifest.json").unlink()

@@ -12,15 +12,7 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint import safetensors_stream
 from tests.kit.cases import once
-from tests.kit.internals import (
-    ApproveRequest,
-    Created,
-    RestoreRequest,
-    SavedCheckpoint,
-    ShardOf,
-    TensorSpec,
-    storage_at,
-)
+from tests.kit.internals import ApproveRequest, Created, RestoreRequest, ShardOf, TensorSpec, open_saved
 from tests.kit.rig import SOON
 from tests.kit.strategies import patient
 
@@ -128,7 +120,7 @@ def test_only_the_rows_that_are_needed_are_read(saved, calls_of):
     taken = calls_of("_fill", safetensors_stream)
 
     def read(first, rows):
-        found = SavedCheckpoint.open(storage_at(str(root)), "1 on 1")
+        found = open_saved(str(root / "1 on 1"))
         taken.clear()
         (array,) = found.read([("table", TensorSpec("float32", (rows, 2)))], shards=[ShardOf("table", first, 10)])
         assert array.tobytes() == bits["table"][8 * first : 8 * (first + rows)]

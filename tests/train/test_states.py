@@ -142,18 +142,16 @@ def saved_and_restored(v, changes, *, root):
 )
 def test_variables_in_slots_and_deques_are_saved(in_tmp_path, around):
     """As those of other attributes and lists are."""
-    with opened("mirrored-1") as strategy:
-        with strategy.scope():
-            v = ps.Variable(5.0, name="v")
+    with opened("mirrored-1") as strategy, strategy.scope():
+        v = ps.Variable(5.0, name="v")
         assert saved_and_restored(v, lambda: v.assign(0.0), root=around(v)) == 5
 
 
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
 def test_random_generators_go_on(in_tmp_path, make):
     """With the numbers that would have come next."""
-    with opened("mirrored-1") as strategy:
-        with strategy.scope():
-            v = ps.Variable(5.0, name="v")
+    with opened("mirrored-1") as strategy, strategy.scope():
+        v = ps.Variable(5.0, name="v")
         generator = make(3)
         following = []
         saved_and_restored(v, lambda: following.append(generator.random()), root=[v, generator])
@@ -162,9 +160,8 @@ def test_random_generators_go_on(in_tmp_path, make):
 
 def test_what_has_no_name_of_its_own_is_refused(in_tmp_path):
     """Keys that are the same in words, and objects in a set."""
-    with opened("mirrored-1") as strategy:
-        with strategy.scope():
-            v, w = (ps.Variable(0.0, name=name) for name in "vw")
+    with opened("mirrored-1") as strategy, strategy.scope():
+        v, w = (ps.Variable(0.0, name=name) for name in "vw")
         with pytest.raises(ValueError, match="'model' has two keys that become the same name '1' in a path"):
             ps.train.Checkpoint(model={1: v, "1": w}).save("run/ckpt")
         with pytest.raises(ValueError, match="'model/parts' is a set, whose items have no names"):
