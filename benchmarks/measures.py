@@ -84,6 +84,12 @@ def at_rest(pids: Sequence[int]) -> list[Cost]:
     return list(map(Cost.of, pids))
 
 
+def wake_ups(pid: int) -> int:
+    """How often threads of a process have waited so far, as far as they live: voluntary context switches."""
+    statuses = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status"))
+    return sum(int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for text in statuses)
+
+
 # ---- Systems that train ----
 
 

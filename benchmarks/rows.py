@@ -10,7 +10,8 @@
 One server, two workers, all real processes on this machine. In a step of ours the worker has the rows of its batch,
 sends a gradient for each, and has the rows of its next batch as they are after the round. The peers do the same in one
 call, or with `push` only the first half of it: torch RPC, actors of Ray, and TensorFlow's parameter server. The sum of
-the table is checked at the end. Adagrad as all have it: the rows for one place are summed first.
+the table is checked at the end. Adagrad as all have it: the rows for one place are summed first. Wake-ups are how often
+threads of all processes of ours wait in a step.
 
 `--json FILE` writes `{"format", "machine", "rows", "excluded"}`; docs/lab/performance.md says what is in it.
 """
@@ -27,12 +28,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
 from figures import machine
-from measures import Failed, check_exit, spread
+from measures import Failed, check_exit, spread, wake_ups
 from rich.console import Console
 from rich.table import Table
 
@@ -56,7 +57,7 @@ FILLED = 1 << 15
 
 RATE = 0.125
 FIRST = Task("worker", 0)
-MEASURED = "measured"
+BEGIN, MEASURED = "begin", "measured"
 OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "sgd": lambda: ps.optimizers.SGD(RATE),
     "adagrad": lambda: ps.optimizers.Adagrad(RATE, initial_accumulator_value=0.1, epsilon=1e-7),
@@ -126,6 +127,18 @@ class Work:
             raise ValueError(f"the table sums to {total}, and should to {right}")
 
 
+class Lap(NamedTuple):
+    """What one run of a system took.
+
+    Attributes:
+        seconds: of each step.
+        wakes: wake-ups of a step; None where they are not counted.
+    """
+
+    seconds: list[float]
+    wakes: float | None = None
+
+
 # ---- In a worker of ours ----
 
 
@@ -154,6 +167,8 @@ def train(work: Work, name: str) -> None:
 
         seconds = []
         for number in range(work.warm + work.steps):
+            if number == work.warm and strategy.task == FIRST:
+                print(BEGIN, flush=True)
             table.prefetch(batches[(number + 1) % len(batches)])
             start = time.perf_counter()
             strategy.run(step, args=(number,))
@@ -167,13 +182,15 @@ def train(work: Work, name: str) -> None:
             print(MEASURED, json.dumps(seconds[work.warm :]), flush=True)
 
 
-def run_ours(work: Work, transport: str, optimizer: str, device: str) -> list[float]:
-    """Starts a cluster on one transport, its tables on a device; returns the seconds of each step."""
+def run_ours(work: Work, transport: str, optimizer: str, device: str) -> Lap:
+    """Starts a cluster on one transport, its tables on a device."""
     found: list[float] = []
+    woken: list[int] = []
 
     def hear(line: Line) -> None:
-        if line.task == FIRST and not line.error and line.text.startswith(MEASURED):
-            found.extend(json.loads(line.text.removeprefix(MEASURED)))
+        if line.task == FIRST and not line.error and line.text.startswith((BEGIN, MEASURED)):
+            woken.append(sum(wake_ups(process.pid) for process in cluster.processes.values()))
+            found.extend(json.loads(line.text.removeprefix(MEASURED)) if line.text != BEGIN else ())
 
     with Cluster(
         sink=hear,
@@ -188,14 +205,14 @@ def run_ours(work: Work, transport: str, optimizer: str, device: str) -> list[fl
         outcome = cluster.wait(SECONDS)
     if outcome.code or not found:
         raise click.ClickException(f"{transport} transport, {optimizer}: {outcome.report}")
-    return found
+    return Lap(found, (woken[1] - woken[0]) / work.steps)
 
 
 # ---- Peers ----
 
 
-def run_peer(python: str, work: Work, name: str, optimizer: str, calls: str) -> list[float]:
-    """Has a peer make the same steps; returns the seconds of each."""
+def run_peer(python: str, work: Work, name: str, optimizer: str, calls: str) -> Lap:
+    """Has a peer make the same steps."""
     _, file, *told = PROGRAMS[name]
     program = Path(__file__).resolve().parent / "peers" / file
     setting = json.dumps(asdict(work) | {"rate": RATE, "batches": BATCHES, "workers": WORKERS})
@@ -208,8 +225,7 @@ def run_peer(python: str, work: Work, name: str, optimizer: str, calls: str) -> 
             process.kill()
             process.wait()
         check_exit(process, errors)
-    seconds: list[float] = json.loads(out.decode().splitlines()[-1])
-    return seconds
+    return Lap(json.loads(out.decode().splitlines()[-1]))
 
 
 def pythons_of(pythons: Sequence[str]) -> dict[str, str]:
@@ -234,14 +250,14 @@ def measure(
     optimizers: Sequence[str],
     pythons: Sequence[str],
     repeats: int,
-) -> tuple[dict[tuple[str, str], list[list[float]]], list[str]]:
-    """Measures all systems in turns; returns seconds of steps by system and optimizer, and who is left out."""
+) -> tuple[dict[tuple[str, str], list[Lap]], list[str]]:
+    """Measures all systems in turns; returns laps by system and optimizer, and who is left out."""
     compares = bool(set(PEERS) & set(optimizers)) and not work.zipf
     found = pythons_of(pythons) if compares else {}
     missing = [name for name in PROGRAMS if compares and name not in found]
     excluded = [f"{name}: no Python that has {PROGRAMS[name][0]} was given" for name in missing]
     peers = [f"{name}, {calls}" for name, calls in product(found, CALLS)]
-    total: dict[tuple[str, str], list[list[float]]] = {}
+    total: dict[tuple[str, str], list[Lap]] = {}
     ours = {
         f"{transport}, {table}" + f", {at}" * (at != "cpu"): at
         for transport, table, at in product(transports, tables, devices)
@@ -251,7 +267,7 @@ def measure(
         if system in peers and optimizer not in PEERS:
             continue
         try:
-            seconds = (
+            lap = (
                 run_peer(found[name], work, name, optimizer, what)
                 if system in peers
                 else run_ours(replace(work, dynamic=what.startswith("dynamic")), name, optimizer, ours[system])
@@ -259,11 +275,11 @@ def measure(
         except Failed as error:
             excluded.append(f"{system}, {optimizer}: {error}")
             continue
-        total.setdefault((system, optimizer), []).append(seconds)
+        total.setdefault((system, optimizer), []).append(lap)
     return total, excluded
 
 
-def report(work: Work, total: dict[tuple[str, str], list[list[float]]], excluded: list[str]) -> dict[str, Any]:
+def report(work: Work, total: dict[tuple[str, str], list[Lap]], excluded: list[str]) -> dict[str, Any]:
     """Everything as it is written with `--json`."""
     rows = [
         {
@@ -271,8 +287,9 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], excluded
             "optimizer": optimizer,
             **asdict(work),
             "laps": len(laps),
-            "ms": spread([second for lap in laps for second in lap], 1e3),
-            "lap_medians_ms": [1e3 * statistics.median(lap) for lap in laps],
+            "ms": spread([second for lap in laps for second in lap.seconds], 1e3),
+            "lap_medians_ms": [1e3 * statistics.median(lap.seconds) for lap in laps],
+            "wakes": None if laps[0].wakes is None else statistics.median(lap.wakes or 0.0 for lap in laps),
         }
         for (system, optimizer), laps in total.items()
     ]
@@ -328,11 +345,12 @@ def main(
     table = Table(
         title=f"Steps of {ids} of {rows} rows x {width}, {WORKERS} workers, ms; load {found['machine']['load']:.1f}"
     )
-    for heading in ("system", "optimizer", "median", "p90", "min"):
+    for heading in ("system", "optimizer", "median", "p90", "min", "wake-ups"):
         table.add_column(heading, justify="left" if heading in ("system", "optimizer") else "right")
     for each in found["rows"]:
         ms = each["ms"]
-        table.add_row(each["system"], each["optimizer"], *(f"{ms[key]:.2f}" for key in ("median", "p90", "min")))
+        wakes = "-" if each["wakes"] is None else f"{each['wakes']:.1f}"
+        table.add_row(each["system"], each["optimizer"], *(f"{ms[key]:.2f}" for key in ("median", "p90", "min")), wakes)
     console = Console()
     console.print(table, *excluded, sep="\n")
     if json_file:

@@ -80,9 +80,8 @@ PROBES = 127
 """Signs of life that are asked for at most; the system allows no more."""
 
 
-HOST_BYTES = 1 << 20
-"""Bytes in flight between two ends on one host, of which the system counts twice as many, and takes nearly as many: up
-to 2 MB leave in one call, without a second thread that waits for room."""
+HOST_BYTES = 512 << 10
+"""Bytes in flight between two ends on one host, of which the system counts twice as many."""
 
 
 def tune(sock: socket, silence: float, breaks: bool) -> None:
