@@ -195,5 +195,7 @@ def test_results_are_arguments_and_an_error_cancels_what_waits(caplog):
             refused(kind, "no such thing", each.get)
         job.run(count)
         assert job.mine.v.numpy() == 1.0
+        refused(ps.errors.ClosureError, "no such row", coordinator.schedule(fails, ("no such row",)).fetch)
+        refused(ps.errors.ClosureError, "no such row", lambda: coordinator.schedule(count))  # if `join` was not called
         coordinator.schedule(coordinates)
         refused(ps.errors.ClosureError, "task:0 is not the coordinator: the chief schedules", coordinator.join)
