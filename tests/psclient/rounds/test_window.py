@@ -185,9 +185,11 @@ def test_lines_are_kept_until_they_are_said(alone):
             value_of(one, send(one, plan, number))
         assert len(window._lines) == (step == MANY_STEPS - 1), "only where the end of the step may say them"
         window._begin_step()
-    for number in range(5):
-        value_of(one, send(one, plan, number))
-    assert not window._lines
+    for step in range(1 + MANY_STEPS):
+        for number in range(5 if step else 0):  # once waits for nothing, and then too often again
+            value_of(one, send(one, plan, number))
+        assert not window._lines
+        window._begin_step()
 
 
 VALUE = np.full(2, 7.0)
