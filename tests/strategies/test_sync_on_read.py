@@ -242,7 +242,10 @@ def saved(four):
         made["metric"] = metric = ps.metrics.Mean("loss")
     in_replicas(four, lambda replica: metric.update_state([[6.0], [1.0, 2.0], [], []][replica]))
     root, path = ROOTS[kind_of(four)], f"of {kind_of(four)}/ckpt"
-    return tracking(four, made).save(root + path).removeprefix(root)
+    checkpoint = tracking(four, made)
+    saved = checkpoint.save(root + path)
+    checkpoint.sync()  # servers write it behind the next steps
+    return saved.removeprefix(root)
 
 
 def create(strategy, name, aggregation, value=0.0):
