@@ -121,6 +121,16 @@ def _session(pid: int) -> int:
         return -1
 
 
+def listens(address: str) -> bool:
+    """Whether anybody accepts connections at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def terminal(start: Callable[..., Any], columns: int = 80) -> Iterator[tuple[subprocess.Popen[Any], int]]:
     """A process on a terminal of its own, and that terminal's other end.
