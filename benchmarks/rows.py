@@ -128,7 +128,7 @@ class Work:
 
 
 class Lap(NamedTuple):
-    """What one run of a system took.
+    """The times and wake-ups of one run of a system.
 
     Attributes:
         seconds: of each step.
@@ -190,7 +190,8 @@ def run_ours(work: Work, transport: str, optimizer: str, device: str) -> Lap:
     def hear(line: Line) -> None:
         if line.task == FIRST and not line.error and line.text.startswith((BEGIN, MEASURED)):
             woken.append(sum(wake_ups(process.pid) for process in cluster.processes.values()))
-            found.extend(json.loads(line.text.removeprefix(MEASURED)) if line.text != BEGIN else ())
+            if line.text.startswith(MEASURED):
+                found.extend(json.loads(line.text.removeprefix(MEASURED)))
 
     with Cluster(
         sink=hear,

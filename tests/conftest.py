@@ -20,6 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
+from psserver.network import unix_socket
 from tests.kit import cases
 
 if TYPE_CHECKING:
@@ -45,10 +46,14 @@ Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives all servers of the run one folder of compiled kernels: none rests on what earlier runs have left."""
+    """Gives all servers of the run one folder of compiled kernels: none rests on what earlier runs have left.
+
+    At the end the sockets of servers that tests have killed are removed, as the next server would remove them.
+    """
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist have it from the process that starts them
         folder = os.environ[KERNELS] = tempfile.mkdtemp(prefix="paramserver-kernels-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        config.add_cleanup(lambda: unix_socket._remove_dead(unix_socket.SHARED))
     from tests.kit import fixtures  # and NumPy with it, which looks at the environment
 
     config.pluginmanager.register(fixtures, "tests.kit.fixtures")

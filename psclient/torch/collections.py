@@ -238,7 +238,7 @@ class EmbeddingBagCollection(_Collection):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def _bags(self, features: Any) -> tuple[list[int], torch.Tensor | list[torch.Tensor]]:
-        """Returns the size of each feature's bags, and all bags side by side; of several stacks those of each."""
+        """Returns the size of each feature's bags, and all bags side by side; with several stacks a list by feature."""
         found: dict[str, torch.Tensor] = {}
         for stack, own, rows, places in self._look_up(features):
             pooled = self._pooled(stack, own, rows, places)

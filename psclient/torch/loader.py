@@ -25,7 +25,7 @@ class Loader(BaseLoader):
     so that their mean is that over the global batch. A worker without a part of a short batch gets its previous batch
     once more, with weight 0.
 
-    The loader reads ahead, one batch, or two where ids are looked up: the rows for the next batch are fetched together
+    The loader reads one batch ahead, or two where ids are looked up: the rows for the next batch are fetched together
     with the round of the current one.
 
     Args:

@@ -476,7 +476,7 @@ def test_cupy_functions_and_operators_take_variables_and_reduced_values(on_serve
 
 
 def test_an_array_on_the_device_may_change_once_the_call_has_returned(on_servers):
-    """What was reduced is what it was, of a whole window of rounds."""
+    """Reductions of a whole window of rounds stay as they were."""
     x = devices.namespace(GPU).zeros(1 << 16, "float32")
     float(on_servers.reduce("sum", x, axis=None)[0])
     values = []
@@ -517,7 +517,7 @@ def trained(request):
 
 
 def test_gradients_leave_from_pinned_memory(trained):
-    """What is copied there from the device is what the servers add; two arrays alternate."""
+    """Servers add the values that are copied there from the device; two arrays alternate."""
     strategy, v, optimizer = trained
     cupy = devices.namespace(GPU)
     places = set()

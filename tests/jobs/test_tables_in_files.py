@@ -141,7 +141,7 @@ def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(dire
 
 @pytest.mark.parametrize("tiered", [True, False])
 def test_data_is_read_two_batches_ahead(directory, tiered):
-    """Of the one in use. Of a table in memory a push has no hints."""
+    """Counted from the batch in use. A push has no hints for a table in memory."""
     with opened(directory if tiered else None) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table, read = made(strategy, optimizer), list[int]()

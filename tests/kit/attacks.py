@@ -20,6 +20,8 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
+from pswire.network.health_probe import DATA, HEADERS, PREFACE, SETTINGS
+from pswire.network.health_probe import _frame as frame
 from pswire.servers.requests import REQUESTS
 from tests.kit import internals as inside
 from tests.kit.certificates import listening
@@ -312,20 +314,14 @@ class Process(Site):
         self.begin(stack, address, transport, Security(), 2, 64, 3)
 
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
+PING, WINDOW_UPDATE = 6, 8
 CHUNK = 16 << 10
 
 
-def frame(kind: int, flags: int = 0, stream: int = 0, body: bytes = b"") -> bytes:
-    """A frame of HTTP/2."""
-    return struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
-
-
-def call_headers(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
+def call_headers(path: str) -> bytes:
     """The headers of a call of a method, neither indexed nor compressed."""
     said = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x")]
-    said += [("te", "trailers"), ("content-type", "application/grpc"), *more]
+    said += [("te", "trailers"), ("content-type", "application/grpc")]
     return b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in each) for each in said)
 
 

@@ -1,4 +1,4 @@
-"""What processes run that tests start: children of workers; servers that die at a point of a save, or hold a read back.
+"""Code of processes that tests start: children of workers; servers that die at a point of a save, or hold a read back.
 
 It imports nothing of ours before that is needed, so that a child starts soon, however it is started. Run as a program:
 `children.py POINT server|chief ...`; nothing but the point differs from `psserver`, or from a chief without a script.
@@ -101,10 +101,6 @@ def main(point: str, kind: str, *args: str) -> None:
         drive(config, Timeouts(session_timeout=60.0), security_from("chief-0"), "", "lost")
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
 def _beginning_with(place: Path, code: str) -> dict[str, str]:
     """Returns what the environment of processes has to have so that each of them runs some code first."""
     place.mkdir(parents=True)
@@ -159,3 +155,7 @@ def holds_reading(directory: Path) -> dict[str, str]:
 def let_read(directory: Path) -> None:
     """Lets servers read, now and from now on."""
     (directory / "reading" / "read").touch()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

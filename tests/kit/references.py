@@ -227,7 +227,7 @@ MORE: dict[str, Callable[[], Any]] = {
 # ---- Local steps: workers on real servers, and a loop in one process over the same workers ----
 
 SHAPES = [(3, 2), (5,), (4,), ()]
-"""Of the parameters."""
+"""Shapes of the parameters."""
 
 CUTS = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]], 4: [[0], [1], [2], [3]]}
 """The places of the parameters of each fragment, by the number of fragments."""

@@ -294,7 +294,7 @@ class _Distributed(Unpicklable):
                 waiting.appendleft(taken)
             if not (waiting or group.any_more(number)):
                 return
-            waiting.extend(islice(items, max(1 + self._depth - len(waiting), 0)))
+            self._read_ahead(waiting, items)
             group.boundary(number)
             taken = [] if not waiting or group.is_behind(number) else list(waiting.popleft())
             if taken:
@@ -318,6 +318,10 @@ class _Distributed(Unpicklable):
     def _depth(self) -> int:
         """Batches that are read ahead of the one in use: two where ids are looked up that are known ahead, else one."""
         return 2 if self._wanted and self._group.has_servers else 1
+
+    def _read_ahead(self, waiting: deque[Any], source: Iterator[Any]) -> None:
+        """Reads the next batch, and those that are to be known behind it, as far as they do not wait already."""
+        waiting.extend(islice(source, max(1 + self._depth - len(waiting), 0)))
 
     @property
     def _learns(self) -> bool:
@@ -396,7 +400,7 @@ class DistributedDataset(_Distributed):
         # One batch is read ahead, since each tells whether another follows.
         waiting = deque(islice(batches, 1))
         while waiting:
-            waiting.extend(islice(batches, max(1 + self._depth - len(waiting), 0)))
+            self._read_ahead(waiting, batches)
             self._group.boundary(self._number)
             batch = waiting.popleft()
             told, index = GlobalBatch(epoch, index, batch), index + 1
@@ -413,7 +417,7 @@ class DistributedDataset(_Distributed):
         batches, kept = self._source.batches(epoch, index), dict[int, Batch]()
         waiting = deque(islice(batches, 1))
         while True:
-            waiting.extend(islice(batches, max(1 + self._depth - len(waiting), 0)))
+            self._read_ahead(waiting, batches)
             returned = group.returned(number)
             group.boundary(number)
             first, replicas = group.share()

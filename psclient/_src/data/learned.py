@@ -51,17 +51,20 @@ def prefetch_ahead(
         ahead: the batches ahead, as far as they are known: of each those of the replicas. Read only as far as needed.
 
     Returns:
-        What is left to do until the next batch, while a round is waited for: it groups the ids of the batch behind. It
-        is of no use, and may fail, once the batches ahead are others. None if there is nothing to do.
+        A function that groups the ids of the batch behind, to be called while a round is waited for. Once the next
+        batch is in use it has no use, and may fail. None if there is nothing to do.
     """
     if not wanted:
         return None
     _name(wanted, next(ahead, ()), hint=False)
-    on_disk = {each: ids for each, ids in wanted.items() if takes_hints(each)}
-    others = {each: ids for each, ids in wanted.items() if each not in on_disk}
-    behind = next(ahead, ()) if on_disk else None
-    _name(on_disk, behind or (), hint=True)  # for the next round, so that they are read before they are looked up
-    return (lambda: _name(others, next(ahead, ()) if behind is None else behind, hint=True)) if others else None
+
+    def name_behind() -> None:
+        _name(wanted, next(ahead, ()), hint=True)
+
+    if any(map(takes_hints, wanted)):
+        name_behind()  # before the round that takes the hints, so that servers read rows in time
+        return None
+    return name_behind
 
 
 def _name(wanted: Mapping[Any, Callable[[Nest], Any]], parts: Sequence[Nest], hint: bool) -> None:

@@ -47,7 +47,6 @@ class TableView(RowsByKeys):
         self.spec = table.spec
         self.number = number
         self._base = number << KEY_BITS
-        self._places = range(self._base, self._base + _KEYS + 1)
 
     @property
     def dim(self) -> int | tuple[int, ...]:
@@ -85,6 +84,11 @@ class TableView(RowsByKeys):
     @property
     def _stored_in(self) -> RowReadable:
         return self.table
+
+    @property
+    def _places(self) -> range:
+        """What its keys are in the table of the group."""
+        return range(self._base, self._base + _KEYS + 1)
 
     def _check(self, ids: Array, where: str) -> Int64s:
         keys = ids.astype(np.int64, copy=False)  # a uint64 above those of int64 becomes negative
@@ -154,7 +158,6 @@ class StackedRows(RowReadable):
         self.strategy = table.strategy
         self.spec = TensorSpec(table.spec.dtype, (count, *table.shape[1:]))
         self._first = first
-        self._places = range(first, first + count)
 
     def __repr__(self) -> str:
         return f"<{self.name!r}, rows {self._first} to {self._first + len(self) - 1} of {self.table!r}>"
@@ -170,6 +173,11 @@ class StackedRows(RowReadable):
     @property
     def _stored_in(self) -> RowReadable:
         return self.table
+
+    @property
+    def _places(self) -> range:
+        """What its rows are in the variable."""
+        return range(self._first, self._first + len(self))
 
     def _check(self, ids: Array, where: str) -> Int64s:
         return check_ids(ids, len(self), where) + self._first

@@ -105,7 +105,7 @@ def test_a_client_that_has_lost_its_power_is_forgotten(monkeypatch: pytest.Monke
             peer.writer.write(half_a_push())
             await begun.wait()
             for _ in range(answered):
-                peer.writer.write(frame(PING, ACK, body=await peer.next_ping()))
+                peer.writer.write(frame(PING, ACK, payload=await peer.next_ping()))
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionResetError):
                 while True:
                     await peer.hear()
@@ -123,7 +123,7 @@ def test_a_client_may_ping_as_often_as_it_likes() -> None:
         async with connected() as peer:
             for count in range(PINGS):
                 ping = count.to_bytes(8, "big")
-                peer.writer.write(frame(PING, body=ping))
+                peer.writer.write(frame(PING, payload=ping))
                 while (heard := await peer.hear()) != (PING, ACK, ping):
                     assert heard[0] != GOAWAY, heard
 
