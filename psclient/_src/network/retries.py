@@ -90,7 +90,7 @@ class Attempts:
             if life != self._life:
                 raise ServerGone("was replaced by another process", self.task)
             now = time.monotonic()
-            seconds = self._attempt_seconds(verb, limit - (now - started), extra)
+            seconds = self._attempt_seconds(verb, self._left(limit - (now - started)), extra)
             try:
                 result = once(seconds)
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
@@ -123,6 +123,16 @@ class Attempts:
     def awaits_verdict(self, error: object) -> bool:
         """Returns whether an answer says that the server is lost, of which this process waits to be told."""
         return self.told and isinstance(error, ServerLost) and error.task in ("", self.task)
+
+    def _silence(self) -> float:
+        """Returns for how many seconds the server has not answered, or has been called lost; 0 if it answers."""
+        since = [each for each in (self._silent_since, self._lost_since) if each is not None]
+        return time.monotonic() - min(since) if since else 0.0
+
+    def _left(self, of_deadline: float) -> float:
+        """Returns the seconds until a call is given up; for a silent server not before it counts as lost."""
+        silence = self._silence() if self.opened else 0.0
+        return max(of_deadline, self.timeouts.server_timeout - silence) if silence else of_deadline
 
     def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
         """Returns an attempt's time limit. A prompt verb's is half a lease: the network may have lost the answer."""
@@ -165,8 +175,7 @@ class Attempts:
 
     def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str, gone: bool) -> None:
         """Raises what is to be told to the caller, if there is no use in trying again."""
-        since = [each for each in (self._silent_since, self._lost_since) if each is not None]
-        silence = time.monotonic() - min(since) if since else 0.0
+        silence = self._silence()
         if self.opened:
             if gone or (why == NOBODY and self.decides):
                 raise ServerLost(

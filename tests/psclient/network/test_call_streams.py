@@ -240,3 +240,26 @@ def test_the_most_that_was_known_of_a_server_is_told():
             with pytest.raises(Unreachable) as caught:
                 attempts.until_answered(VERBS["Status"], once)
             assert said in str(caught.value)
+
+
+def test_a_server_that_is_back_after_the_deadline_is_heard():
+    """A session's server may be silent for longer than a call may take: the attempts that follow are as long as others,
+    since an answer takes a while to arrive, and the last one ends when the server counts as lost."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address, task = f"127.0.0.1:{silent.getsockname()[1]}", Task("ps", 0)
+        timeouts = Timeouts(call_timeout=0.3, session_timeout=0.4, server_timeout=1.5)
+        calls = GrpcCalls(address, task, Security(), "", timeouts.session_timeout, (), traffic())
+        attempts = Attempts(address, str(task), timeouts, calls, str)
+        attempts.opened, back = True, time.monotonic() + 2 * timeouts.call_timeout
+
+        def once(seconds: float) -> bytes:
+            if time.monotonic() > back and seconds > timeouts.session_timeout / 4:
+                return b"heard"
+            with open_channel(address, Security(), "") as channel:
+                return bytes(stub(channel, VERBS["Status"].path, VERBS["Status"].streams)(b"", timeout=seconds))
+
+        assert attempts.until_answered(VERBS["Status"], once) == b"heard"
+        back = float("inf")
+        began = time.monotonic()
+        refused(ServerLost, "PS_SERVER_TIMEOUT", lambda: attempts.until_answered(VERBS["Status"], once))
+        assert time.monotonic() - began > timeouts.server_timeout
