@@ -277,9 +277,7 @@ def test_the_aggregate_is_shared_out_among_the_replicas_of_now(saved, kind, crea
         path = ROOTS[kind_of(strategy)] + saved
         if created == "after the restore":
             tracking(strategy).restore(path)
-        # Servers save a value of one without aggregation, with which a later one of mirrored replicas would begin.
-        names = [*AGGREGATIONS] if kind == "servers-2x2" else AGGREGATIONS.keys() - {"none"}
-        made = {name: create(strategy, name, AGGREGATIONS[name], 50.0) for name in names}
+        made = {name: create(strategy, name, how, 50.0) for name, how in AGGREGATIONS.items()}
         made["plain"] = create(strategy, "plain", AGGREGATION.SUM)
         if created == "before the restore":
             tracking(strategy, made).restore(path).assert_existing_objects_matched()

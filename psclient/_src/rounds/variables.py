@@ -110,6 +110,9 @@ class ServerVariables:
         What needs its value now, or has no room there, is sent at once.
         """
         spec, how = new.spec, new.how
+        none = new.on_read and how is VariableAggregation.NONE
+        if none:  # Copies that are never combined begin anew: a checkpoint would have another job's beginning.
+            spec = replace(spec, saved_as="")
         owner = new.strategy, spec, how
         servers = self._placement.with_copies(place) or self._placement.choose(spec)
         now = new.on_read or not self._placement.has_room(servers, spec)
@@ -118,11 +121,10 @@ class ServerVariables:
         if not new.on_read:
             return ServerVariable._stored(*owner, handle, self._reader)
         restored = self._creation.was_restored(handle.id)
-        # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
-        # aggregation nothing was saved but another job's beginning. Of asynchronous workers each adds to a sum, and
-        # goes on from a mean.
-        anew = self._group.late or (restored and how is VariableAggregation.NONE)
-        if self._group.alone and how is not VariableAggregation.NONE:
+        # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Of asynchronous
+        # workers each adds to a sum, and goes on from a mean.
+        anew = self._group.late
+        if self._group.alone and not none:
             anew = how is VariableAggregation.SUM and not restored
         first = new.value if anew else self._reader.read(handle)
         variable = SyncOnReadVariable._stored(*owner, handle.servers, self._group.devices, first)
