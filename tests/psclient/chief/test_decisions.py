@@ -89,14 +89,10 @@ def test_a_job_that_nobody_is_left_of_does_not_say_that_it_goes_on():
 
 def test_a_new_member_is_taken_in_at_its_join_point():
     """With those that wait at the same place; others wait until older members have said where it begins."""
-    state = job(began(a))
+    state, saves = job(began(a)), at(b, join_point="save")
     assert decide(state, look(at(a), at(b)), {A}) == []
-    assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="dataset:0")), {A}) == [
-        closes(2, (a, b), "save")
-    ]
-    assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="save")), {A}) == [
-        closes(2, (a, b, c), "save")
-    ]
+    assert decide(state, look(at(a), saves, at(c, join_point="dataset:0")), {A}) == [closes(2, (a, b), "save")]
+    assert decide(state, look(at(a), saves, at(c, join_point="save")), {A}) == [closes(2, (a, b, c), "save")]
     state = job(began(a), closes(2, (a, b), "save"))
     other = look(at(a), at(b), at(c, join_point="dataset:0"))
     assert decide(state, other, {A}) == []
@@ -253,10 +249,8 @@ def asks(member, change=None, state="open", join_point=""):
 
 
 def changed(number, change, *members, round, positions=(), made=0):
-    here = str(replace(change, number=made, round=round))
-    return GenerationClosed(
-        Generation(number, tuple(map(change.moved, members)), here, Start(number, round, positions))
-    )
+    here, start = str(replace(change, number=made, round=round)), Start(number, round, positions)
+    return closes(number, tuple(map(change.moved, members)), here, start)
 
 
 def test_a_change_is_made_once_all_members_ask_for_it():
@@ -280,9 +274,8 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
     wanted = (Change(0, 9, SYNC), Change(0, 4, SYNC))
     (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
     places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
-    assert beginning.closed([status(round=40, places=places), status(1, round=2)]) == changed(
-        2, wanted[0], x, y, round=9, positions=POSITIONS
-    )
+    statuses = [status(round=40, places=places), status(1, round=2)]
+    assert beginning.closed(statuses) == changed(2, wanted[0], x, y, round=9, positions=POSITIONS)
 
 
 def test_what_was_asked_before_the_last_change_is_no_question():

@@ -16,7 +16,7 @@ def of(size):
     return ps.ArrayDataset(np.array(EXAMPLES)).batch(size)
 
 
-def parts(context):
+def own(context):
     mine = EXAMPLES[context.input_pipeline_id :: context.num_input_pipelines]
     return ps.ArrayDataset(np.array(mine)).batch(2)
 
@@ -25,7 +25,7 @@ def make(kind):
     """A dataset of one of the kinds."""
     strategy = ps.get_strategy()
     if kind == "function":
-        return strategy.distribute_datasets_from_function(parts)
+        return strategy.distribute_datasets_from_function(own)
     policy = {"off": ps.AutoShardPolicy.OFF, "dynamic": ps.AutoShardPolicy.DYNAMIC}.get(kind, ps.AutoShardPolicy.AUTO)
     options = ps.InputOptions(auto_shard_policy=policy)
     return strategy.experimental_distribute_dataset(of(12 if kind in ("large", "off") else 1), options)
@@ -37,10 +37,6 @@ KINDS = "large", "small", "off", "function"
 def at_the_top():
     """What a script makes before it knows of a coordinator."""
     return {"data": {kind: make(kind) for kind in (*KINDS, "dynamic")}}
-
-
-def own(context):
-    return parts(context)
 
 
 def large():
@@ -143,14 +139,10 @@ def test_data_are_not_sent(job):
     for each in given:
         says = f"create_per_worker_dataset takes a function, not {type(each).__name__}: data are"
         refused(TypeError, says, lambda each=each: create(each))
-        refused(
-            TypeError,
-            "let a function with @ps.coordinator.function return the dataset",
-            lambda each=each: schedule(each),
-        )
+        says = "let a function with @ps.coordinator.function return the dataset"
+        refused(TypeError, says, lambda each=each: schedule(each))
+    says = r"args of listed\[0\]\[0\] is .*create_per_worker_dataset"
     for each in (made, given[1], given[3]):
-        refused(
-            TypeError, r"args of listed\[0\]\[0\] is .*create_per_worker_dataset", lambda e=each: schedule(listed, (e,))
-        )
+        refused(TypeError, says, lambda each=each: schedule(listed, (each,)))
     refused(TypeError, "takes a function, not int$", lambda: create(3))
     refused(TypeError, "'of' is not registered", lambda: create(of))
