@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from psclient._src.chief.decisions import Beginning, decide, told_of, undone
+import pytest
+
+from psclient._src.chief.decisions import Beginning, decide, is_done, told_of, undone
 from psclient._src.chief.job_log import JobState
 from psclient._src.chief.timers import LeaveSaves, StepDown
 from pswire.api import Watched
@@ -147,6 +149,26 @@ def test_a_job_ends_when_its_members_have_left():
     assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [closes(2, ()), Done()]
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
     assert undone(sessions, {A, B, C}) == {A: "still connected", C: "never connected"}
+
+
+BACK = replace(b, session=21)
+OVER = {
+    "one has not come": ([at(a, "left")], False),
+    "one is here": ([at(a, "left"), at(b)], False),
+    "one did not do its part": ([at(a, "left"), at(b, "failed")], False),
+    "another process of its task is here": ([at(a, "left"), at(b, "failed"), at(BACK)], False),
+    "that has left for it": ([at(a, "left"), at(b, "failed"), at(BACK, "left")], True),
+    "or for one that was lost": ([at(b, "lost"), at(BACK, "left"), at(a, "left")], True),
+    "one came when its task was done": ([at(b, "left"), at(BACK), at(a, "left")], False),
+    "and what becomes of it undoes nothing": ([at(b, "left"), at(BACK, "lost"), at(a, "left")], True),
+}
+
+
+@pytest.mark.parametrize("case", OVER)
+def test_a_job_is_over_once_its_tasks_have_left_cleanly(case):
+    """Also where no generation took in who has left: those who would have done so left at the same time."""
+    sessions, over = OVER[case]
+    assert is_done(job(began(a, b)), sessions, BOTH) == over
 
 
 LEAVES, SAVES = Pace(leaving=True), Pace(leaving=True, saving=True)
