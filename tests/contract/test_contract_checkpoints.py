@@ -60,12 +60,8 @@ def forgotten(job):
 
 def test_what_was_saved_comes_back(job, worker):
     """Bit for bit, on every server, whatever happened since, with datasets' positions; a checkpoint may be moved."""
-    values = [
-        np.array(-3),
-        np.array([[1.5, np.nan], [np.inf, -0.0]], "float32"),
-        np.array([1.5, 3e38], ml_dtypes.bfloat16),
-    ]
-    values += [np.zeros((0, 2), "float16"), np.array([True, False]), np.array([1 + 2j])]
+    values = [np.array(-3), np.array([1.5, 3e38], ml_dtypes.bfloat16), np.array([True, False])]
+    values += [np.array([[1.5, np.nan], [np.inf, -0.0]], "float32"), np.zeros((0, 2), "float16"), np.array([1 + 2j])]
     variables = [job.variable(worker, value, (index % 2,)) for index, value in enumerate(values)]
     assert {variable.servers for variable in variables} == {(0,), (1,)}
     job.save(worker, positions=PLACES)
@@ -322,9 +318,8 @@ def test_a_section_that_a_server_refuses_has_no_checkpoint(serve):
     (worker,) = job.join(A)
     job.variable(worker, np.zeros(8))
     wide = inside.Reduction("sum", inside.TensorSpec("float64", (500,)), (1,))
-    large = inside.Plan(
-        (wide,), returned=(inside.Ref("reduction", 0),), snapshot=inside.SnapshotOrder("run/ckpt-1", BOTH)
-    )
+    order = inside.SnapshotOrder("run/ckpt-1", BOTH)
+    large = inside.Plan((wide,), returned=(inside.Ref("reduction", 0),), snapshot=order)
     job.append(inside.Approved(large))
     assert "the limit is" in told(job.verbs[1].snapshot(job.token, large.id, ""))
     fail(job, large)

@@ -49,9 +49,8 @@ def test_status_tells_who_is_there(job: Job):
     """Server 0 has the sessions of all, the chief's included, and each server the lives of all."""
     job.join(W0, W1)
     first, second = (server.status() for server in job.verbs)
-    assert [(s.member.task, s.drives, s.state) for s in first.sessions] == [
-        *((CHIEF, True, "open"), (W0, False, "open"), (W1, False, "open"))
-    ]
+    expected = [(CHIEF, True, "open"), (W0, False, "open"), (W1, False, "open")]
+    assert [(s.member.task, s.drives, s.state) for s in first.sessions] == expected
     assert second.sessions == ()
     assert first.incarnations == second.incarnations == (first.incarnation, second.incarnation)
     assert (first.device, first.broken, first.over) == ("cpu", "", False)

@@ -247,10 +247,8 @@ def test_who_restores_something_else_diverges(job, worker):
     add(job, worker, variable)
     other, turn = second(job, worker), worker.turn()
     job.prepare(worker, "run", turn)
-    plans = [
-        job.approve(inside.Plan(restore=inside.RestoreCommit(path, (0, 1), turn)), worker)
-        for path in ("run", "run/ckpt-1")
-    ]
+    commits = [inside.RestoreCommit(path, (0, 1), turn) for path in ("run", "run/ckpt-1")]
+    plans = [job.approve(inside.Plan(restore=commit), worker) for commit in commits]
     futures = [worker.push(plans[0])]
     job.arrived(worker)
     futures.append(other.push(plans[1]))
@@ -278,10 +276,7 @@ def test_a_member_that_is_lost_is_not_waited_for(job, worker):
 def test_a_restore_is_of_all_servers_and_of_nothing_else(job, worker):
     """Such a plan is refused."""
     variable = job.variable(worker, np.array(1))
-    some, more = (
-        inside.Plan(restore=inside.RestoreCommit("run", (0,))),
-        inside.Plan(restore=inside.RestoreCommit("run", (0, 1))),
-    )
+    some, more = (inside.Plan(restore=inside.RestoreCommit("run", servers)) for servers in ((0,), (0, 1)))
     for plan in (some, replace(sum_into(variable), restore=more.restore)):
         with pytest.raises(inside.InvalidRequest, match="include all servers, and nothing else"):
             job.verbs[0].propose(worker.session, plan, "", None)
@@ -505,9 +500,8 @@ def test_another_cut_restores_it(job, worker, to):
     job.save(worker)
     job.restore(worker, "run", inside.RestoreOrder(names={"table": other[-1].id}))
     np.testing.assert_array_equal(whole(job, worker, other), FIRST)
-    job.restore(
-        worker, "run", inside.RestoreOrder(names={"table": plain.id, "plain": table[0].id, "other": other[0].id})
-    )
+    names = {"table": plain.id, "plain": table[0].id, "other": other[0].id}
+    job.restore(worker, "run", inside.RestoreOrder(names=names))
     for shards, expected in (([plain], FIRST), (table, FIRST + 1), (other, FIRST * 0)):
         np.testing.assert_array_equal(whole(job, worker, shards), expected)
     job.restore(worker)
@@ -523,9 +517,7 @@ def test_rows_that_do_not_fit_are_refused(job, worker):
     with pytest.raises(inside.VariableMismatch, match=r"'table' as float32\[10,2\], not float32\[11,2\]"):
         job.restore(worker, "run/ckpt-1", inside.RestoreOrder(names={"table": other[0].id}))
     parts(job, worker, (0, 5), (1, 0), name="third", rows=11)
-    with pytest.raises(
-        inside.CheckpointError, match="partitioned variable 'third' has no value yet in some of its 11 rows"
-    ):
+    with pytest.raises(inside.CheckpointError, match="variable 'third' has no value yet in some of its 11 rows"):
         job.save(worker, "run/ckpt-2")
     for first in (-1, 6, 1 << 40):
         with pytest.raises((inside.InvalidRequest, ValueError)):

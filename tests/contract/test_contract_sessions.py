@@ -179,10 +179,8 @@ def test_a_certain_index(grown):
     assert enlist(grown, ONE, 7) == 7
     assert enlist(grown, OTHER) == 2
     refused(inside.TaskTaken, r"end that process first.*--extra-workers", lambda: enlist(grown, OTHER, 7))
-    with pytest.raises(
-        inside.ConfigError, match=r"task:1 is one of the 2 workers of the job's cluster.*without --join"
-    ):
-        enlist(grown, OTHER, 1)
+    said = "task:1 is one of the 2 workers of the job's cluster.*without --join"
+    refused(inside.ConfigError, said, lambda: enlist(grown, OTHER, 1))
     assert enlist(grown, OTHER, 3) == 3, "it gives up the one that it had"
     assert enlist(grown, THIRD) == 2
 

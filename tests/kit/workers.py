@@ -22,7 +22,8 @@ import numpy as np
 
 import psclient as ps
 from psclient._src import values
-from psclient._src.data.distributed import DistributedDataset
+from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction
+from psclient._src.options import InputContext
 from psclient._src.processes.aggregation.sums import OwnPush, part_of, sum_of
 from psclient._src.rounds.membership import Group
 from psclient.coordinator import functions
@@ -135,6 +136,11 @@ def rows(batch: Any) -> list[list[Any]]:
 def distributed(dataset: Any, worker: Worker, **said: Any) -> DistributedDataset:
     """The dataset with number 0, as a worker sees it."""
     return DistributedDataset(dataset, worker, 0, **said)
+
+
+def from_batches(batches: Any, worker: Worker, context: InputContext | None = None, **said: Any) -> Any:
+    """The same of a dataset that a function has made, which gives these batches."""
+    return DistributedDatasetFromFunction(lambda _: batches, context or InputContext(), worker, 0, **said)
 
 
 def team(split: Sequence[int]) -> list[Worker]:

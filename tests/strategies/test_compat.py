@@ -555,7 +555,5 @@ def test_a_step_that_fails_is_not_counted(strategy):
 def test_there_is_no_differentiation(method):
     """What would need it says so, and what to do."""
     optimizer = train.GradientDescentOptimizer(0.5)
-    with pytest.raises(
-        NotImplementedError, match=f"{method} needs automatic differentiation.*pass them to apply_gradients"
-    ):
-        getattr(optimizer, method)(lambda: 0.0, var_list=[])
+    said = f"{method} needs automatic differentiation.*pass them to apply_gradients"
+    refused(NotImplementedError, said, lambda: getattr(optimizer, method)(lambda: 0.0, var_list=[]))

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import KINDS, in_replicas, kind_of, kinds, merged, opened, refused, replicas, variable
+from tests.kit.strategies import (
+    KINDS,
+    in_replicas,
+    kind_of,
+    kinds,
+    merged,
+    of_each,
+    opened,
+    refused,
+    replicas,
+    variable,
+)
 
 here = ps.get_replica_context
 pytestmark = kinds("default", "mirrored-1", "mirrored-2", "servers-2x2", soak=KINDS)
@@ -77,7 +88,7 @@ def test_each_context_says_what_it_is(strategy, where, replica, cross):
 def test_strategies_do_not_mix(strategy):
     """Neither their scopes nor their methods, in any context of the other; the message says what to leave. The default
     strategy's methods within another's scope are a mixture, too."""
-    default = ps.get_strategy()
+    default, says = ps.get_strategy(), "was used in the scope of another strategy"
     if kind_of(strategy) == "default":
         with strategy.scope():
             assert default.run(lambda: 3) == 3
@@ -92,17 +103,10 @@ def test_strategies_do_not_mix(strategy):
             lambda: other.extended.update(w, lambda w: None),
         ):
             for where in INSIDE:
-                with pytest.raises(
-                    RuntimeError, match=r"was used in the scope of another strategy.*leave that scope first"
-                ):
+                with pytest.raises(RuntimeError, match=rf"{says}.*leave that scope first"):
                     inside(strategy, where, attempt)
         with strategy.scope():
-            refused(
-                RuntimeError,
-                "was used in the scope of another strategy",
-                lambda: default.run(lambda: 3),
-                default.scope().__enter__,
-            )
+            refused(RuntimeError, says, lambda: default.run(lambda: 3), default.scope().__enter__)
         assert other.reduce("mean", 1.0, None) == 1.0
         assert strategy.reduce("mean", 1.0, None) == 1.0
 
@@ -272,9 +276,7 @@ def test_library_code_runs_unchanged(strategy):
         here().merge_call(keep, (total / count,))
         return x - total / count
 
-    parts = strategy.experimental_distribute_values_from_function(
-        lambda context: np.array_split(batch, n)[context.replica_id_in_sync_group]
-    )
+    parts = of_each(strategy, np.array_split(batch, n))
     out = centered(batch) if kind_of(strategy) == "default" else strategy.run(centered, (parts,))
     np.testing.assert_allclose(np.concatenate(strategy.experimental_local_results(out)), batch - batch.mean(axis=0))
     np.testing.assert_allclose(kept.numpy(), batch.mean(axis=0) / 2)

@@ -285,11 +285,7 @@ BAD_BATCHES = {
     ),
     "other numbers": ((M.AUC,), (np.ones(2), np.ones(3)), "labels of shape"),
     **{
-        f"{wrong} is no probability": (
-            (M.Precision, M.Recall, M.AUC),
-            ([1, 0], [0.9, wrong]),
-            "between 0 and 1; pass probabilities",
-        )
+        f"{wrong} is no probability": ((M.Precision, M.Recall, M.AUC), ([1, 0], [0.9, wrong]), "between 0 and 1; pass")
         for wrong in (1.5, -0.1, np.nan)
     },
 }

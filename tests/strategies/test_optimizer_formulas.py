@@ -19,6 +19,7 @@ KINDS = ("default", "mirrored-2", "servers-1x2")
 O = ps.optimizers  # noqa: E741
 B, E, S = (0.8, 0.95), 1e-5, 1e-14
 C = {"beta_1": B[0], "beta_2": B[1], "epsilon": 1e-3}
+D = {"penalty": 0.2, "maximize": True, "decoupled": True}
 P = {"b1": B[0], "b2": B[1], "eps": 1e-3}
 SMALL = 2.0**-17
 """An epsilon that float32 has exactly, as it has all numbers of `TENSORFLOW`, which TensorFlow keeps in float32."""
@@ -50,19 +51,11 @@ FRONT_ENDS = {
         0.2657950982,
     ],
     "torch('Adam', 0.1, **C, penalty=0.05)": [0.6405812085, -1.768724827, 3.015329854],
-    "torch('AdamW', 0.1, **C, penalty=0.2, amsgrad=True, maximize=True, decoupled=True)": [
-        0.8559142218,
-        -1.415676044,
-        1.904484156,
-    ],
+    "torch('AdamW', 0.1, **C, **D, amsgrad=True)": [0.8559142218, -1.415676044, 1.904484156],
     "torch('SparseAdam', 0.1, **C)": [0.72360457, -1.881394672, 3.142311535],
     "torch('NAdam', 0.1, **C, penalty=0.05, momentum_decay=0.02)": [0.7539823914, -1.917531517, 3.005231293],
-    "torch('NAdam', 0.1, **C, penalty=0.2, momentum_decay=0.02, decoupled=True, maximize=True)": [
-        0.7754494071,
-        -1.29294103,
-        1.895941235,
-    ],
-    "torch('RAdam', 0.1, **C, penalty=0.2, decoupled=True, maximize=True)": [0.8175878551, -1.532074409, 1.796915864],
+    "torch('NAdam', 0.1, **C, **D, momentum_decay=0.02)": [0.7754494071, -1.29294103, 1.895941235],
+    "torch('RAdam', 0.1, **C, **D)": [0.8175878551, -1.532074409, 1.796915864],
     "torch('RAdam', 0.1, **C | {'beta_2': 0.6})": [0.7735346451, -1.752573604, 3.370498928],
     "torch('Adamax', 0.1, **C, penalty=0.05, maximize=True)": [1.162986442, -1.973040431, 2.790278981],
     "torch('Adagrad', 0.1, lr_decay=0.05, penalty=0.01, initial_accumulator_value=0.2, epsilon=1e-3)": [

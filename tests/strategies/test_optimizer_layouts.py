@@ -85,9 +85,8 @@ def trained(strategy, make, form, layout="plain", start=1):
         in_replicas(strategy, replica_fn)
         if step == 1:
             seen += [v.lookup(ids).numpy() for v in tables]
-    assert all(isinstance(v, ps.ShardedVariable) and len(v.variables) == SHARDS for v in tables) == (
-        layout == "sharded"
-    )
+    sharded = all(isinstance(v, ps.ShardedVariable) and len(v.variables) == SHARDS for v in tables)
+    assert sharded == (layout == "sharded")
     kept = optimizer.variables() if isinstance(optimizer, v1.Optimizer) else optimizer.variables
     kept = [v for v in kept if not v.name.endswith(("_staged", ".copy"))]
     seen += [v.lookup(ids).numpy() for v in (*tables, *kept) if len(v.shape) == 2]

@@ -563,9 +563,8 @@ def test_an_optimizer_begins_with_its_base_and_says_what_a_step_is(strategy):
         apply(strategy, SGD(Endless()), pair)
     masked = Masked(1.0)
     masked.mask = np.zeros(3)
-    refused(
-        AttributeError, "no attribute 'mask'; an update function can use only", lambda: apply(strategy, masked, pair)
-    )
+    with pytest.raises(AttributeError, match="no attribute 'mask'; an update function can use only"):
+        apply(strategy, masked, pair)
     assert value(v) == [0.0] * 3
 
 
@@ -573,9 +572,7 @@ def test_complex_gradients_are_for_complex_variables(strategy):
     """Their imaginary part would be lost; refused by the variable's name, before anything is changed."""
     v, optimizer = variable(strategy), SGD(0.5)
     for gradient in (np.ones(3, "complex64"), [1j, 0.0, 1.0]):
-        with pytest.raises(
-            ValueError, match=f"gradient of variable '{v.name}' is complex, but the variable is float32"
-        ):
+        with pytest.raises(ValueError, match=f"of variable '{v.name}' is complex, but the variable is float32"):
             in_replicas(strategy, lambda _, gradient=gradient: optimizer.apply_gradients([(gradient, v)]))
     assert v.numpy().tolist() == [0.0] * 3
     w = variable(strategy, np.zeros(2, "complex64"))

@@ -58,10 +58,9 @@ def test_every_reduction_takes_rows(strategy, op):
     with strategy.scope():
         found = strategy.extended.batch_reduce_to(op, [(value, v) for value in (given, whole_of, given, few)])
     averaged = lambda first: (count * first + count * (count - 1) / 2) / (count if mean else 1)  # noqa: E731
-    for value, wanted in zip(
-        found, (expected, np.full(SHAPE, averaged(5)), expected, np.full(3, averaged(7))), strict=True
-    ):
-        np.testing.assert_array_equal(np.asarray(value), wanted)
+    wanted = expected, np.full(SHAPE, averaged(5)), expected, np.full(3, averaged(7))
+    for value, one in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(value), one)
 
 
 def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
@@ -221,10 +220,8 @@ def test_an_infinite_row_skips_the_step(strategy):
 def test_a_table_of_one_part_is_measured(strategy):
     """One server has all of it: the norm of two rows of length 5 is sqrt(50)."""
     table, dense = table_of(strategy), variable(strategy, np.zeros(2, "float32"))
-    rows, optimizer = (
-        ps.IndexedSlices(np.array([[3, 4, 0], [0, 4, 3]], "float32"), KEYS[:2]),
-        O.SGD(1.0, global_clipnorm=1.0),
-    )
+    rows = ps.IndexedSlices(np.array([[3, 4, 0], [0, 4, 3]], "float32"), KEYS[:2])
+    optimizer = O.SGD(1.0, global_clipnorm=1.0)
     strategy.run(lambda: optimizer.apply_gradients([(rows, table), (np.zeros(2, "float32"), dense)]))
     np.testing.assert_allclose(table.lookup(KEYS[:2]).numpy()[0], np.array([-3, -4, 0]) / np.sqrt(50), rtol=1e-6)
 

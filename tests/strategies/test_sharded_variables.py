@@ -93,11 +93,10 @@ def test_partitioners_that_make_no_sense_are_refused(strategy, table):
             ps.Variable(FIRST, partitioner=True)
         with pytest.raises(ValueError, match="ON_READ has a value for each replica and is never split"):
             ps.Variable(FIRST, partitioner=two, synchronization="on_read", aggregation="sum")
-        with (
-            strategy.extended.colocate_vars_with(table),
-            pytest.raises(ValueError, match="split like the variable it is placed with"),
-        ):
-            ps.Variable(FIRST, partitioner=two)
+        with strategy.extended.colocate_vars_with(table):
+            refused(
+                ValueError, "split like the variable it is placed with", lambda: ps.Variable(FIRST, partitioner=two)
+            )
         with pytest.raises(ValueError, match=r"returned \[1, 2\] for variable 'odd'"):
             ps.Variable(FIRST, name="odd", partitioner=lambda shape, dtype: [1, 2])
         with pytest.raises(ValueError, match=r"'wrong' of shape \(4, 2\).*from 1 to 4"):

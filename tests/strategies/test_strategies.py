@@ -164,9 +164,8 @@ def test_inside_of_a_scope_nothing_is_set(strategy, unset):
     refused(RuntimeError, says, lambda: strategy.run(lambda: ps.experimental_set_strategy(None)))
     assert ps.get_strategy() is strategy
     ps.experimental_set_strategy(None)
-    refused(
-        TypeError, "a str is not a strategy; pass a strategy, or None", lambda: ps.experimental_set_strategy("mirrored")
-    )
+    with pytest.raises(TypeError, match="a str is not a strategy; pass a strategy, or None"):
+        ps.experimental_set_strategy("mirrored")
 
 
 def test_the_only_logical_device_is_the_replica_s_own(strategy):

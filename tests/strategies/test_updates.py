@@ -40,9 +40,8 @@ def test_bringing_one_value_keeps_the_others(strategy):
     w, n = variable(strategy), replicas(strategy)
 
     def merge(strategy, x):
-        first, second, third = strategy.extended.batch_reduce_to(
-            "sum", [(x, w), (x, x), (x, strategy.extended.worker_devices[0])]
-        )
+        places = w, x, strategy.extended.worker_devices[0]
+        first, second, third = strategy.extended.batch_reduce_to("sum", [(x, place) for place in places])
         strategy.extended.update(w, lambda v, y: v.assign(y), (first,))
         return [np.asarray(second).tolist(), third.tolist()]
 
@@ -113,12 +112,9 @@ def test_the_standard_pattern(strategy):
 
     def merge_fn(s, updates, variables):
         pairs = list(zip(updates, variables, strict=True))
-        for reduced, v in zip(
-            s.extended.batch_reduce_to(ps.VariableAggregation.SUM, pairs, experimental_hints="none"),
-            variables,
-            strict=True,
-        ):
-            s.extended.update(v, lambda v, u: v.assign_sub(u), args=(reduced,))
+        totals = s.extended.batch_reduce_to(ps.VariableAggregation.SUM, pairs, experimental_hints="none")
+        for total, v in zip(totals, variables, strict=True):
+            s.extended.update(v, lambda v, u: v.assign_sub(u), args=(total,))
         one = s.extended.reduce_to(ps.VariableAggregation.SUM, updates[0], variables[0], experimental_hints="none")
         s.extended.update(variables[0], lambda v, u: v.assign_add(u), args=(one,))
 
@@ -153,9 +149,7 @@ def test_arguments_are_one_value(strategy):
     are sync-on-read variables, except outside of every scope: the copies of what is updated would differ. Their value
     is one, and so is an update of their own."""
     v = variable(strategy, 0.0)
-    local = variable(
-        strategy, 1.0, synchronization=ps.VariableSynchronization.ON_READ, aggregation=ps.VariableAggregation.SUM
-    )
+    local = variable(strategy, 1.0, synchronization="on_read", aggregation="sum")
     where = strategy.extended.non_slot_devices([v])
     differing = ps.PerReplica([np.zeros(3)] * max(2, replicas(strategy)))
     bad = [(differing, r"does not take per-replica values; reduce them first with reduce_to")]
@@ -200,9 +194,8 @@ def test_devices_have_full_names(strategy):
     """One for each replica; variables live on the replicas' devices, or on those of parameter servers."""
     extended, kind = strategy.extended, kind_of(strategy)
     job = "worker" if kind == "embedded" else "localhost"
-    assert extended.worker_devices == tuple(
-        f"/job:{job}/task:0/device:CPU:{index}" for index in range(replicas(strategy))
-    )
+    count = replicas(strategy)
+    assert extended.worker_devices == tuple(f"/job:{job}/task:0/device:CPU:{index}" for index in range(count))
     servers = tuple(f"/job:ps/task:{server}/device:CPU:0" for server in range(len(extended.parameter_devices)))
     servers = servers if kind == "embedded" else extended.worker_devices
     assert extended.parameter_devices == servers
@@ -245,11 +238,8 @@ def test_only_variables_and_parameter_devices_are_places(strategy):
     """To be beside, or to be updated; the error says what to give. Non-slot devices are for a list of variables."""
     extended = strategy.extended
     for wrong in ("nowhere", "", (), None, ["nowhere"], 5, 1.5, np.ones(3)):
-        words = (
-            "variable"
-            if isinstance(wrong, int | float | np.ndarray)
-            else "pass a variable, or the result of non_slot_devices"
-        )
+        said = "pass a variable, or the result of non_slot_devices"
+        words = "variable" if isinstance(wrong, int | float | np.ndarray) else said
         with pytest.raises((TypeError, ValueError), match=words):
             extended.colocate_vars_with(wrong).__enter__()
         with pytest.raises((TypeError, ValueError), match=words):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import psclient as ps
 from psclient._src import values
 from psclient._src.arrays import nest
-from tests.kit.strategies import by_replica, in_replicas, kind_of, refused, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, of_each, refused, replicas, variable
 
 here, ON_READ = ps.get_replica_context, ps.VariableSynchronization.ON_READ
 
@@ -30,9 +30,7 @@ class Batch:
 
 def numbered(strategy):
     """A per-replica value: of each replica an array with its number."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: np.array(context.replica_id_in_sync_group)
-    )
+    return of_each(strategy, [np.array(index) for index in range(replicas(strategy))])
 
 
 def test_a_replica_is_given_its_copy_and_arrays_as_they_are(strategy):
@@ -69,9 +67,8 @@ def test_in_finds_a_value_in_its_container(strategy):
     for whole in wholes:
         for value in (whole, *local(whole)):
             assert value in local(extended.value_container(value))
-            assert (extended.value_container(value) is value) == (
-                not any(value is c for v in made for c in local(v) if c is not v)
-            )
+            is_copy = any(value is copy for v in made for copy in local(v) if copy is not v)
+            assert (extended.value_container(value) is value) == (not is_copy)
     assert 3 not in local(np.arange(4))
     assert np.ones(3) not in local(np.ones(3))
     assert 5 in local(5)

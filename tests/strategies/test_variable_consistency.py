@@ -203,11 +203,7 @@ JOBS = {
     "bounded": ({"consistency": ps.BoundedStaleness(2)}, ps.Async(), "limits all variables to 2 rounds"),
     "deterministic": ({"deterministic": True}, ps.Async(), "deterministic=True needs rounds"),
     "nonfinite": ({"consistency": ps.Sync(nonfinite="skip")}, ps.Async(), r"use ps.Async\(nonfinite='skip'\)"),
-    "staleness": (
-        {},
-        ps.BoundedStaleness(2),
-        r"has consistency=ps\.BoundedStaleness\(2\), but the job has ps\.Sync\(\)",
-    ),
+    "staleness": ({}, ps.BoundedStaleness(2), r"consistency=ps\.BoundedStaleness\(2\), but the job has ps\.Sync\(\)"),
     "sync": ({"consistency": ps.Async()}, ps.Sync(), r"has consistency=ps\.Sync\(\), but the job has ps\.Async\(\)"),
 }
 

@@ -46,9 +46,8 @@ def test_a_callable_initial_value_is_called_once(strategy):
     assert len(calls) == 2
     for v, value in ((here, 1.0), (together, 2.0)):
         assert shown(v) == [value] * 3
-        assert [np.asarray(copy).tolist() for copy in strategy.experimental_local_results(v)] == (
-            [[value] * 3] * copies(strategy, v)
-        )
+        found = [np.asarray(copy).tolist() for copy in strategy.experimental_local_results(v)]
+        assert found == [[value] * 3] * copies(strategy, v)
     assert copies(strategy, here) == {"mirrored": replicas(strategy)}.get(kind_of(strategy), 1)
     assert copies(strategy, variable(strategy, synchronization=ON_READ, aggregation=SUM)) == replicas(strategy)
     made = in_replicas(strategy, lambda replica: ps.Variable(np.float32(replica), name="of all"))
@@ -162,10 +161,8 @@ def test_without_an_aggregation_a_replica_cannot_assign(strategy, how):
         assert strategy.run(lambda: truth.assign(np.array([False, True]))) is truth
         assert (shown(truth), truth.dtype) == ([False, True], np.dtype(bool))
         return
-    with pytest.raises(
-        ValueError, match=f"'{v.name}' was assigned in replica context.*aggregation=.*SUM, MEAN or ONLY_FIRST"
-    ):
-        strategy.run(lambda: getattr(v, how)(1.0))
+    said = f"'{v.name}' was assigned in replica context.*aggregation=.*SUM, MEAN or ONLY_FIRST"
+    refused(ValueError, said, lambda: strategy.run(lambda: getattr(v, how)(1.0)))
     assert shown(v) == [0.0] * 3
 
 

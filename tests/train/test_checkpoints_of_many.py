@@ -56,12 +56,7 @@ def saves_and_restores():
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         a, b, large = (ps.Variable(np.full(size, 1.0), name=name) for name, size in (("a", 3), ("b", 3), ("c", 10**5)))
-        count = ps.Variable(
-            0,
-            name="count",
-            synchronization=ps.VariableSynchronization.ON_READ,
-            aggregation=ps.VariableAggregation.SUM,
-        )
+        count = ps.Variable(0, name="count", synchronization="on_read", aggregation="sum")
     assert a.devices != b.devices
     checkpoint = ps.train.Checkpoint(a=a, b=b, large=large, count=count, mine=Mine())
 

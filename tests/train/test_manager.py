@@ -370,15 +370,13 @@ def test_where_all_are_damaged_nothing_begins_anew(kind):
     flip(run / "ckpt-2")
     with managing(kind) as manager:
         manager.checkpoint.v.assign(np.full(40, 9.0))
-        with pytest.raises(
-            ps.errors.DamagedCheckpoint, match=r"ckpt-2/shard-.*another checksum than when it was saved"
-        ) as told:
+        said = "ckpt-2/shard-.*another checksum than when it was saved"
+        with pytest.raises(ps.errors.DamagedCheckpoint, match=said) as told:
             manager.checkpoint.restore("run/ckpt-2")
         assert told.value.task in ("", "/job:ps/task:0")
         cut(run / "ckpt-1")
-        with pytest.raises(
-            ps.errors.DamagedCheckpoint, match=r"ckpt-2: .*another checksum.*ckpt-1: .*is not a checkpoint manifest"
-        ):
+        said = "ckpt-2: .*another checksum.*ckpt-1: .*is not a checkpoint manifest"
+        with pytest.raises(ps.errors.DamagedCheckpoint, match=said):
             manager.restore_or_initialize()
         assert value(manager) == 9
     assert on_disk(kind) == numbered(1, 2)

@@ -162,10 +162,8 @@ def test_a_failure_that_nobody_asks_for_is_raised_at_the_end(caplog):
     """And the process leaves cleanly: what it trained is done."""
     Path("runs").mkdir()
     Path("runs/run").write_text("no directory")
-    with (
-        pytest.raises(ps.errors.CheckpointError, match="the last checkpoint 'run/ckpt-1' was not saved"),
-        opened("servers-1x1") as strategy,
-    ):
+    said = "the last checkpoint 'run/ckpt-1' was not saved"
+    with pytest.raises(ps.errors.CheckpointError, match=said), opened("servers-1x1") as strategy:
         counted(strategy)[1].save("run/ckpt")
     assert "could not close its session" not in caplog.text
 

@@ -219,54 +219,9 @@ def test_rows_are_trained_as_torch_trains_them(strategy, kind, table):
         assert apart([module(torch.arange(SIZE))], [expected]) < (1e-7 if kind is T.NAdam else 1e-10)
 
 
-def test_tables_of_a_group_are_one(strategy):
-    """Their gradients are joined, and each module trains its own rows."""
-    with strategy.scope():
-        tables = ps.dynamic_embedding.group(["user", "item"], DIM, value_dtype="float64", initializer=1.0)
-    module = torch.nn.ModuleDict({name: pst.Embedding(table) for name, table in tables.items()})
-    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.5, strategy=strategy)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (module["user"](torch.tensor([1, 2])).sum() + 3 * module["item"](torch.tensor([2])).sum()).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    module["item"](torch.tensor([7])).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        for name, key, value in (("user", 2, 0.0), ("item", 2, -2.0), ("item", 7, 0.5)):
-            assert float(module[name](torch.tensor([key]))[0, 0]) == value
-
-
-CONFIGS = [
-    pst.EmbeddingBagConfig("users", DIM, ["user"], num_embeddings=SIZE, pooling="MEAN"),
-    pst.EmbeddingBagConfig("items", DIM + 1, ["seen", "liked"]),
-]
-
-
-def test_a_collection_has_torchrecs_face(strategy):
-    """Bags of features of several tables, side by side; a table may have several features, static or dynamic."""
-    features = pst.KeyedJaggedTensor(
-        ["liked", "user", "seen"], torch.tensor([5, 2**60, 3, 4, 9, 5]), torch.tensor([[2, 0], [1, 2], [0, 1]])
-    )
-    with strategy.scope():
-        module = pst.EmbeddingBagCollection(CONFIGS)
-    bags = module(features)
-    assert (bags.keys(), bags.length_per_key()) == (["user", "seen", "liked"], [DIM, DIM + 1, DIM + 1])
-    assert bags.values().shape == (2, DIM + 2 * (DIM + 1))
-    tables = {config.name: rows.table for config, rows in zip(CONFIGS, module.rows, strict=True)}
-    users, items = (lambda keys, name=name: tables[name].lookup(keys).numpy() for name in ("users", "items"))
-    expected = {
-        "user": [users([3])[0], users([4, 9]).mean(0)],
-        "seen": [np.zeros(DIM + 1), items([5])[0]],
-        "liked": [items([5, 2**60]).sum(0), np.zeros(DIM + 1)],
-    }
-    for name, own in expected.items():
-        assert np.allclose(bags[name].detach().numpy(), own, atol=1e-6)
-
-
 def test_a_collection_takes_what_looks_like_torchrecs(strategy):
-    """Configurations with enumerations, and features by their methods' names, with weights. Tables are of their dtype,
-    with first values of a range, or of a function that fills a tensor or returns one."""
+    """Configurations with enumerations, and features by their methods' names, with weights. Tables are of their own
+    dimension and dtype, with first values of a range, or of a function that fills a tensor or returns one."""
     options = {"embedding_dim": 2, "num_embeddings": 4, "pooling": SimpleNamespace(value="SUM")}
     near = {"weight_init_min": 1.0, "weight_init_max": 1.0 + 1e-12}
     half = SimpleNamespace(value="FP16")
@@ -274,7 +229,7 @@ def test_a_collection_takes_what_looks_like_torchrecs(strategy):
         SimpleNamespace(name="near", feature_names=["a"], **options, **near),
         pst.EmbeddingBagConfig("filled", 2, ["b"], 4, init_fn=torch.nn.init.ones_),
         pst.EmbeddingBagConfig("made", 2, ["c"], 4, data_type=half, init_fn=lambda t: t * 0 + 3),
-        pst.EmbeddingBagConfig("dynamic", 2, ["d"], data_type="BF16"),
+        pst.EmbeddingBagConfig("dynamic", 3, ["d"], data_type="BF16"),
     ]
     features = SimpleNamespace(
         keys=lambda: ["a", "b", "c", "d"],
@@ -287,7 +242,9 @@ def test_a_collection_takes_what_looks_like_torchrecs(strategy):
         plain = pst.EmbeddingBagCollection(configs[1:])
     found = weighted(features).to_dict()
     del features.weights_or_none  # others do not ask for weights
-    found |= plain(features).to_dict()
+    bags = plain(features)
+    assert (bags.keys(), bags.length_per_key()) == (["b", "c", "d"], [2, 2, 3])
+    found |= bags.to_dict()
     assert [found[name][:, 0].tolist() for name in "abc"] == [[3.0, 5.0], [0.0, 1.0], [3.0, 0.0]]
     assert [found[name].dtype for name in "bcd"] == [torch.float32, torch.float16, torch.bfloat16]
 

@@ -89,9 +89,8 @@ def test_a_difference_that_comes_later_is_told(since, reached):
             if epoch >= since:
                 sampler.generator = torch.Generator().manual_seed(epoch * 2 + worker)
 
-        return until_told(
-            lambda _: torch.utils.data.DataLoader(data(), 16, sampler=sampler), strategy, worker, 40, begin
-        )
+        loader = torch.utils.data.DataLoader(data(), 16, sampler=sampler)
+        return until_told(lambda _: loader, strategy, worker, 40, begin)
 
     for made, told in job(work, 2):
         assert made == reached

@@ -285,14 +285,8 @@ REPLACED = {
         lambda module: module.__setitem__(2, torch.nn.Linear(7, 3).double()),
         r"'2\.weight' of the module was replaced after its optimizer was created",
     ),
-    "a layer's dtype": (
-        lambda module: module.__setitem__(2, torch.nn.Linear(7, 3)),
-        r"'2\.weight' has dtype torch\.float32",
-    ),
-    "the device": (
-        lambda module: module.to("meta"),
-        r"'0\.weight' has device meta, but had cpu when its optimizer was",
-    ),
+    "a layer's dtype": (lambda m: m.__setitem__(2, torch.nn.Linear(7, 3)), r"'2\.weight' has dtype torch\.float32"),
+    "the device": (lambda m: m.to("meta"), r"'0\.weight' has device meta, but had cpu when its optimizer was"),
     "memory": (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, but had cpu"),
     "the dtype": (lambda module: module.float(), r"'0\.weight' has dtype torch\.float32, but had torch\.float64"),
     "a shape": (

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from psclient._src.chief.decisions import Beginning, decide, told_of, undone
+import pytest
+
+from psclient._src.chief.decisions import Beginning, decide, is_done, told_of, undone
 from psclient._src.chief.job_log import JobState
 from psclient._src.chief.timers import LeaveSaves, StepDown
 from pswire.api import Watched
@@ -89,14 +91,10 @@ def test_a_job_that_nobody_is_left_of_does_not_say_that_it_goes_on():
 
 def test_a_new_member_is_taken_in_at_its_join_point():
     """With those that wait at the same place; others wait until older members have said where it begins."""
-    state = job(began(a))
+    state, saves = job(began(a)), at(b, join_point="save")
     assert decide(state, look(at(a), at(b)), {A}) == []
-    assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="dataset:0")), {A}) == [
-        closes(2, (a, b), "save")
-    ]
-    assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="save")), {A}) == [
-        closes(2, (a, b, c), "save")
-    ]
+    assert decide(state, look(at(a), saves, at(c, join_point="dataset:0")), {A}) == [closes(2, (a, b), "save")]
+    assert decide(state, look(at(a), saves, at(c, join_point="save")), {A}) == [closes(2, (a, b, c), "save")]
     state = job(began(a), closes(2, (a, b), "save"))
     other = look(at(a), at(b), at(c, join_point="dataset:0"))
     assert decide(state, other, {A}) == []
@@ -151,6 +149,26 @@ def test_a_job_ends_when_its_members_have_left():
     assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [closes(2, ()), Done()]
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
     assert undone(sessions, {A, B, C}) == {A: "still connected", C: "never connected"}
+
+
+BACK = replace(b, session=21)
+OVER = {
+    "one has not come": ([at(a, "left")], False),
+    "one is here": ([at(a, "left"), at(b)], False),
+    "one did not do its part": ([at(a, "left"), at(b, "failed")], False),
+    "another process of its task is here": ([at(a, "left"), at(b, "failed"), at(BACK)], False),
+    "that has left for it": ([at(a, "left"), at(b, "failed"), at(BACK, "left")], True),
+    "or for one that was lost": ([at(b, "lost"), at(BACK, "left"), at(a, "left")], True),
+    "one came when its task was done": ([at(b, "left"), at(BACK), at(a, "left")], False),
+    "and what becomes of it undoes nothing": ([at(b, "left"), at(BACK, "lost"), at(a, "left")], True),
+}
+
+
+@pytest.mark.parametrize("case", OVER)
+def test_a_job_is_over_once_its_tasks_have_left_cleanly(case):
+    """Also where no generation took in who has left: those who would have done so left at the same time."""
+    sessions, over = OVER[case]
+    assert is_done(job(began(a, b)), sessions, BOTH) == over
 
 
 LEAVES, SAVES = Pace(leaving=True), Pace(leaving=True, saving=True)
@@ -253,10 +271,8 @@ def asks(member, change=None, state="open", join_point=""):
 
 
 def changed(number, change, *members, round, positions=(), made=0):
-    here = str(replace(change, number=made, round=round))
-    return GenerationClosed(
-        Generation(number, tuple(map(change.moved, members)), here, Start(number, round, positions))
-    )
+    here, start = str(replace(change, number=made, round=round)), Start(number, round, positions)
+    return closes(number, tuple(map(change.moved, members)), here, start)
 
 
 def test_a_change_is_made_once_all_members_ask_for_it():
@@ -280,9 +296,8 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
     wanted = (Change(0, 9, SYNC), Change(0, 4, SYNC))
     (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
     places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
-    assert beginning.closed([status(round=40, places=places), status(1, round=2)]) == changed(
-        2, wanted[0], x, y, round=9, positions=POSITIONS
-    )
+    statuses = [status(round=40, places=places), status(1, round=2)]
+    assert beginning.closed(statuses) == changed(2, wanted[0], x, y, round=9, positions=POSITIONS)
 
 
 def test_what_was_asked_before_the_last_change_is_no_question():

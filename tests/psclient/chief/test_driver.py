@@ -6,12 +6,9 @@ import threading
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 import psclient as ps
 from psclient._src.chief.checkpoints import CheckpointCommitter
-from psclient._src.chief.decisions import is_done as decide_end
-from psclient._src.chief.job_log import JobState
 from psclient._src.chief.standby import outlook
 from psclient._src.chief.timers import STEP, AbandonmentTimer, Stall, Stalls
 from psclient._src.network.daemon_threads import Threads
@@ -20,63 +17,13 @@ from psserver.config import ServerConfig
 from psserver.network.server import ServerThread
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
-from pswire.model.log import GenerationClosed, Member
+from pswire.model.log import Member
 from pswire.model.status import OpenRound, ServerStatus, SessionState
 from pswire.telemetry.metrics import Histogram
 from tests.kit.rig import CHIEF, SOON, WORKERS, checkpoint, core, together
 from tests.kit.workers import SLOW
 
 A, B = WORKERS[:2]
-
-
-def is_done(job):
-    """What a chief says that sees all that happened in a job at once."""
-    state = JobState()
-    watched = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
-    state.take([entry for entry in watched.entries if isinstance(entry, GenerationClosed)])
-    return decide_end(state, watched.sessions, {A, B})
-
-
-def leave(job, *sessions):
-    for session in sessions:
-        job.verbs[0].leave(session, "")
-
-
-def test_a_failed_task_is_waited_for(job):
-    """It did not do its part, and no other process of its task has. A job is done when all have left cleanly."""
-    one, other = job.join(A, B)
-    assert not is_done(job)
-    job.verbs[0].leave(other.session, "ValueError: a bug")
-    leave(job, one.session)
-    assert not is_done(job)
-    again = job.open(B).session
-    assert not is_done(job)
-    leave(job, again)
-    assert is_done(job)
-
-
-@pytest.mark.parametrize("lost", [True, False], ids=["lost", "replaced"])
-def test_a_process_may_leave_for_the_one_that_died(job, lost):
-    """Its task is done, though no generation took it in: those who would have done so left at the same time."""
-    one, dead = job.join(A, B)
-    if lost:
-        job.servers.spend(12, one.session, job.opened.session)
-    back = job.open(B).session
-    leave(job, back, one.session)
-    assert job.generation.session(dead.session)
-    assert is_done(job)
-
-
-def test_a_process_that_came_after_the_end_of_its_task_undoes_nothing(job):
-    """What was done is done, whatever becomes of one that was started again."""
-    one, other = job.join(A, B)
-    leave(job, other.session)
-    job.open(B)
-    leave(job, one.session)
-    assert not is_done(job)
-    job.end(B)
-    job.servers.spend(12, job.opened.session)
-    assert is_done(job)
 
 
 def test_parts_of_different_rounds_are_no_checkpoint(job, tmp_path):
@@ -148,9 +95,8 @@ def test_it_waits_for_those_who_are_gone():
         return given_up(timer, sessions, 0.0, 100.0)
 
     now, told = given(states(a="lost", b="failed", a2="left"))
-    assert (now, told.partition(". ")[0]) == (
-        *(10.0, f"no worker was connected for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed"),
-    )
+    said = f"no worker was connected for 10 s (PS_NO_WORKERS_TIMEOUT): {A} left, {B} failed"
+    assert (now, told.partition(". ")[0]) == (10.0, said)
     now, told = given(states(a="failed"))
     assert now == 30.0
     assert f"(PS_FIRST_WORKER_TIMEOUT): {A} failed, {B} never connected. " in told

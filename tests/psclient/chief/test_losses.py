@@ -90,11 +90,8 @@ def test_what_has_no_copy_ends_the_job(hosting):
     log.state.variables.append(SimpleNamespace(servers=(1, 2)))
     go_on_without(session_of(hosting), log, lost(1))
     refused(ServerLost, "", lambda: go_on_without(session_of(hosting), log, lost(2)))
-    assert log.state.log == [
-        Gone(1, "was lost"),
-        Gone(2, "was lost"),
-        Lost(2, "was lost; the server with its copies was lost too"),
-    ]
+    end = Lost(2, "was lost; the server with its copies was lost too")
+    assert log.state.log == [Gone(1, "was lost"), Gone(2, "was lost"), end]
 
 
 LEASE = 10.0
@@ -107,7 +104,7 @@ class Job:
 
     def __init__(self):
         self.state, self.clock = JobState(), Clock()
-        self.hosting = Hosting(Task("chief", 0), [SimpleNamespace(task=Task("ps", index)) for index in range(4)])
+        self.hosting = Hosting(Task("chief", 0), SERVERS)
         session = SimpleNamespace(hosting=self.hosting, timeouts=Timeouts(session_timeout=LEASE))
         log = SimpleNamespace(state=self.state)
         self.differences = Differences([], session, log, None, self.clock)

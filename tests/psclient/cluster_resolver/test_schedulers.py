@@ -317,9 +317,7 @@ def test_by_itself_one_task_is_a_server(torchrun):
 )
 def test_a_chief_has_the_first_rank(torchrun, rank, task):
     """In the order of the jobs' names, as for Slurm; ports follow the ranks."""
-    resolver = torchrun(
-        {"RANK": rank, "GROUP_RANK": "0" if rank < "3" else "1"}, jobs={"ps": 1, "worker": 4, "chief": 1}
-    )
+    resolver = torchrun({"RANK": rank, "GROUP_RANK": f"{int(rank) // 3}"}, jobs={"ps": 1, "worker": 4, "chief": 1})
     assert resolver.get_task_info() == task
     assert resolver.cluster_spec().task_address("ps", 0) == "node1:22221"
 

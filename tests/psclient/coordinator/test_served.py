@@ -185,9 +185,7 @@ def test_results_are_arguments_and_an_error_cancels_what_waits(caplog):
         with pytest.raises(ps.errors.ClosureError) as told:
             coordinator.join()
         assert (told.value.kind, told.value.task) == ("LookupError", "/job:worker/task:0")
-        assert str(told.value).startswith(
-            "/job:worker/task:0: fails failed: LookupError: no such thing (test_served.py:"
-        )
+        assert str(told.value).startswith("/job:worker/task:0: fails failed: LookupError: no such thing (test_served")
         assert "LookupError: no such thing" in caplog.text, "it has no traceback"
         assert coordinator.done()
         for each, kind in [(failing, ps.errors.ClosureError), *((one, ps.errors.ClosureCancelled) for one in behind)]:

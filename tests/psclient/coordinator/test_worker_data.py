@@ -16,7 +16,7 @@ def of(size):
     return ps.ArrayDataset(np.array(EXAMPLES)).batch(size)
 
 
-def parts(context):
+def own(context):
     mine = EXAMPLES[context.input_pipeline_id :: context.num_input_pipelines]
     return ps.ArrayDataset(np.array(mine)).batch(2)
 
@@ -25,7 +25,7 @@ def make(kind):
     """A dataset of one of the kinds."""
     strategy = ps.get_strategy()
     if kind == "function":
-        return strategy.distribute_datasets_from_function(parts)
+        return strategy.distribute_datasets_from_function(own)
     policy = {"off": ps.AutoShardPolicy.OFF, "dynamic": ps.AutoShardPolicy.DYNAMIC}.get(kind, ps.AutoShardPolicy.AUTO)
     options = ps.InputOptions(auto_shard_policy=policy)
     return strategy.experimental_distribute_dataset(of(12 if kind in ("large", "off") else 1), options)
@@ -39,24 +39,14 @@ def at_the_top():
     return {"data": {kind: make(kind) for kind in (*KINDS, "dynamic")}}
 
 
-def own(context):
-    return parts(context)
+def maker_of(kind):
+    """A function that makes a dataset of one of the kinds, and has its name."""
 
+    def maker():
+        return make(kind)
 
-def large():
-    return make("large")
-
-
-def small():
-    return make("small")
-
-
-def off():
-    return make("off")
-
-
-def function():
-    return make("function")
+    maker.__name__ = kind
+    return maker
 
 
 def listed(batches):
@@ -68,7 +58,7 @@ def top(kind):
     return listed(here().data[kind])
 
 
-MAKERS = own, large, small, off, function
+MAKERS = own, *map(maker_of, KINDS)
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +118,10 @@ def test_batches_that_are_handed_out_go_to_one_worker_each(job):
 
 def test_a_per_worker_dataset_tells_its_element_spec(job):
     """So does its iterator; the function is called for it on the coordinator."""
-    for maker, shape in ((own, (None,)), (large, (None,)), (function, (None,))):
+    for maker in MAKERS:
         dataset = job.coordinator.create_per_worker_dataset(maker)
         for each in (dataset, iter(dataset)):
-            assert (each.element_spec.shape, each.element_spec.dtype) == (shape, np.dtype(int))
+            assert (each.element_spec.shape, each.element_spec.dtype) == ((None,), np.dtype(int))
 
 
 def test_data_are_not_sent(job):
@@ -143,14 +133,10 @@ def test_data_are_not_sent(job):
     for each in given:
         says = f"create_per_worker_dataset takes a function, not {type(each).__name__}: data are"
         refused(TypeError, says, lambda each=each: create(each))
-        refused(
-            TypeError,
-            "let a function with @ps.coordinator.function return the dataset",
-            lambda each=each: schedule(each),
-        )
+        says = "let a function with @ps.coordinator.function return the dataset"
+        refused(TypeError, says, lambda each=each: schedule(each))
+    says = r"args of listed\[0\]\[0\] is .*create_per_worker_dataset"
     for each in (made, given[1], given[3]):
-        refused(
-            TypeError, r"args of listed\[0\]\[0\] is .*create_per_worker_dataset", lambda e=each: schedule(listed, (e,))
-        )
+        refused(TypeError, says, lambda each=each: schedule(listed, (each,)))
     refused(TypeError, "takes a function, not int$", lambda: create(3))
     refused(TypeError, "'of' is not registered", lambda: create(of))

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from psclient._src import values
 from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.data.distributed import DistributedDatasetFromFunction
-from psclient._src.options import ArraySpec, InputContext, PerReplicaSpec
+from psclient._src.options import ArraySpec, PerReplicaSpec
 from pswire.model.log import Position
 from tests.kit.strategies import refused
-from tests.kit.workers import Apart, Worker, distributed, rows, team
+from tests.kit.workers import Apart, Worker, distributed, from_batches, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402
@@ -80,13 +79,11 @@ def joined(lists: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
+SPLITS = st.lists(st.integers(1, 3), min_size=1, max_size=4)
+
+
 @each_quick_kind
-@given(
-    split=st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    size=st.integers(1, 9),
-    examples=st.integers(0, 25),
-    epochs=st.integers(1, 2),
-)
+@given(split=SPLITS, size=st.integers(1, 9), examples=st.integers(0, 25), epochs=st.integers(1, 2))
 def test_the_slices_of_all_workers_are_the_examples_once(kind, split, size, examples, epochs):
     """In the order of the data, ceil(B / R) at a time, for each kind of dataset and each split of the replicas."""
     sources = [distributed(KINDS[kind](examples, size), worker) for worker in team(split)]
@@ -101,12 +98,7 @@ def test_the_slices_of_all_workers_are_the_examples_once(kind, split, size, exam
 
 
 @each_quick_kind
-@given(
-    before=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    after=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    at=st.integers(0, 6),
-    epoch=st.integers(0, 2),
-)
+@given(before=SPLITS, after=SPLITS, at=st.integers(0, 6), epoch=st.integers(0, 2))
 def test_a_change_of_the_group_between_batches_loses_nothing(kind, before, after, at, epoch):
     """Whoever stays is given new slices, whoever joins begins at that batch; also in the last, smaller batch."""
 
@@ -166,9 +158,7 @@ def test_a_resumed_run_sees_what_an_unbroken_one_does(kind, stop):
 def test_functions_may_return_any_kind(kind):
     """Each local replica takes a batch, in each pass from the beginning; a late worker skips whole steps."""
     for at, passes in ((None, [0, 1]), (Position(0, 1, 1), [1])):
-        source = DistributedDatasetFromFunction(
-            lambda _: KINDS[kind](10, 3), InputContext(), Worker(local=2, replicas=2, at=at), 0
-        )
+        source = from_batches(KINDS[kind](10, 3), Worker(local=2, replicas=2, at=at))
         taken = [parts_of(source) for _ in range(2)]
         want = [whole(KINDS[kind](10, 3), epoch) for epoch in passes]
         if at:
@@ -252,8 +242,7 @@ def test_element_spec_disturbs_no_iteration(kind):
     spec, worker = ArraySpec((None,), np.dtype("int64")), Worker(local=2, replicas=4)
     several = PerReplicaSpec((spec, spec))
     made = KINDS[kind](10, 4)
-    of_function = DistributedDatasetFromFunction(lambda _: made, InputContext(), worker, 0)
-    assert distributed(made, worker).element_spec == of_function.element_spec == {"x": several}
+    assert distributed(made, worker).element_spec == from_batches(made, worker).element_spec == {"x": several}
     refused(ValueError, "the list has no batch", lambda: distributed([], worker).element_spec)
     source = distributed(KINDS[kind](10, 4), Worker())
     spec = {"x": ArraySpec((None,), np.dtype("int64"))}
@@ -273,20 +262,16 @@ def test_what_is_no_dataset_is_refused():
         with pytest.raises(TypeError, match=r"is not a dataset; use ps\.ArrayDataset\(arrays\)\.batch"):
             distributed(arrays, Worker())
     for once in (iter([x]), (x for _ in range(2)), zip([x], [x], strict=True), iter(of_grain(4, 2))):
-        refused(TypeError, r"only once.*pass a list", lambda once=once: distributed(once, Worker()))
-        with pytest.raises(TypeError, match=r"only once.*pass a list"):
-            DistributedDatasetFromFunction(lambda _, once=once: once, InputContext(), Worker(), 0)
+        for kind in (distributed, from_batches):
+            refused(TypeError, r"only once.*pass a list", lambda kind=kind, once=once: kind(once, Worker()))
 
 
 def test_unbatched_elements_are_refused():
     """Numbers, scalars, None, unequal lengths, nothing at all; batches that a filter leaves out of a `MapDataset`."""
     for batch in ([1, 2], np.float32(1), (np.zeros(1), np.zeros(())), (np.zeros(2), None), "x"):
-        for source in (
-            distributed([batch], Worker()),
-            DistributedDatasetFromFunction(lambda _, batch=batch: [batch], InputContext(), Worker(), 0),
-        ):
+        for kind in (distributed, from_batches):
             with pytest.raises(ValueError, match=r"without a batch dimension.*; batch the dataset"):
-                next(iter(source))
+                next(iter(kind([batch], Worker())))
     for batch in ((np.zeros((28, 28)), np.zeros(10)), ()):
         with pytest.raises(ValueError, match=r"differ in their first dimension.*batch the dataset first"):
             next(iter(distributed([batch], Worker())))

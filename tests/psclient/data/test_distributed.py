@@ -23,7 +23,7 @@ from psclient._src.data.progress import Progress
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from pswire.model.log import Examples, Position
 from tests.kit.strategies import refused
-from tests.kit.workers import Apart, Worker, distributed, do_round, rows, team
+from tests.kit.workers import Apart, Worker, distributed, do_round, from_batches, rows, team
 
 # ---- Global batches over workers and replicas ----
 
@@ -55,8 +55,7 @@ def test_workers_share_by_data(kind, policy):
 def test_an_unbatched_dataset_is_refused():
     """When it is distributed, not when it is used."""
     refused(ValueError, "global_batch_size", lambda: distributed(ArrayDataset(np.arange(4)), Worker()))
-    with pytest.raises(ValueError, match=r"call dataset.batch"):
-        DistributedDatasetFromFunction(lambda _: ArrayDataset(np.arange(4)), InputContext(), Worker(), 0)
+    refused(ValueError, "call dataset.batch", lambda: from_batches(ArrayDataset(np.arange(4)), Worker()))
 
 
 # ---- Where a pass begins ----
@@ -95,10 +94,8 @@ def test_a_restored_position_counts_from_then_on():
     for _ in source.epochs(2):
         assert len(list(source)) == 2
     worker.at = Position(0, 1, 1)
-    assert [(epoch, [b.tolist() for b in source]) for epoch in source.epochs(3)] == [
-        (1, [[2, 3]]),
-        (2, [[0, 1], [2, 3]]),
-    ]
+    got = [(epoch, [b.tolist() for b in source]) for epoch in source.epochs(3)]
+    assert got == [(1, [[2, 3]]), (2, [[0, 1], [2, 3]])]
 
 
 def test_the_place_that_is_told_is_the_next_batch():
@@ -124,10 +121,6 @@ def test_the_place_that_is_told_is_the_next_batch():
 # ---- Datasets from functions ----
 
 
-def from_batches(batches: Any, worker: Worker, context: InputContext | None = None) -> Any:
-    return DistributedDatasetFromFunction(lambda _: batches, context or InputContext(), worker, 0)
-
-
 def test_the_function_is_called_once_with_its_context():
     calls: list[InputContext] = []
 
@@ -146,10 +139,7 @@ def test_each_replica_takes_one_batch_a_step():
     worker = Worker(local=2, replicas=2)
     batches = [(np.full(2, i, "float32"), {"y": np.full((2, 3), i)}) for i in range(3)]
     steps = [(rows(x), [v.shape for v in y["y"].values], worker.empty) for x, y in from_batches(batches, worker)]
-    assert steps == [
-        ([[0, 0], [1, 1]], [(2, 3), (2, 3)], frozenset()),
-        ([[2, 2], []], [(2, 3), (0, 3)], frozenset({1})),
-    ]
+    assert steps == [([[0, 0], [1, 1]], [(2, 3), (2, 3)], set()), ([[2, 2], []], [(2, 3), (0, 3)], {1})]
     worker = Worker(local=2, replicas=4, at=Position(0, 0, 5))
     worker.others_more = True
     first = next(iter(from_batches([np.zeros((2, 3), "int8")], worker)))
@@ -221,8 +211,7 @@ def test_workers_end_together_however_seldom_rounds_are(every, lengths):
 
     three, unasked = [np.zeros(2)] * 3, Passes(make_round=refuse)
     for alone in (Worker(), Apart(1, 1, 4)):
-        own = DistributedDatasetFromFunction(lambda _: three, InputContext(), alone, 0, unasked)
-        assert len(list(own)) == 3
+        assert len(list(from_batches(three, alone, passes=unasked))) == 3
     workers = team((1, 1))
     barrier = threading.Barrier(2, lambda: do_round(*workers), timeout=10)
     made = [0, 0]
@@ -233,9 +222,7 @@ def test_workers_end_together_however_seldom_rounds_are(every, lengths):
             barrier.wait()
 
         batches = [np.full(2, step) for step in range(lengths[me])]
-        source = DistributedDatasetFromFunction(
-            lambda _: batches, InputContext(2, me, 2), workers[me], 0, Passes(make_round=make_round)
-        )
+        source = from_batches(batches, workers[me], InputContext(2, me, 2), passes=Passes(make_round=make_round))
         passes = []
         for _ in range(2):
             passes.append([])
@@ -260,9 +247,7 @@ def test_a_pass_that_was_broken_off_within_a_step_does_not_speak_for_it():
         said.append((workers[0].more, workers[0].next[0]))
         do_round(*workers)
 
-    outer = DistributedDatasetFromFunction(
-        lambda _: [np.zeros(1)], InputContext(2, 0, 2), workers[0], 0, Passes(make_round=make_round)
-    )
+    outer = from_batches([np.zeros(1)], workers[0], InputContext(2, 0, 2), passes=Passes(make_round=make_round))
     inner = DistributedDataset([np.zeros(2)] * 3, workers[0], 1)
     for _ in outer:
         for _ in inner:
@@ -280,8 +265,7 @@ def test_a_policy_that_needs_files_is_refused():
         options = InputOptions(auto_shard_policy=policy)
         with pytest.raises(ValueError, match=rf"{policy.name}.*datasets_from_function.*input_pipeline_id"):
             distributed(ArrayDataset(np.arange(2)).batch(2), Worker(), options=options)
-        batches = DistributedDatasetFromFunction(lambda _: [np.zeros(1)], InputContext(), Worker(), 0, options=options)
-        assert len(list(batches)) == 1
+        assert len(list(from_batches([np.zeros(1)], Worker(), options=options))) == 1
 
 
 def test_without_sharding_each_worker_sees_all_in_smaller_steps():
@@ -377,8 +361,7 @@ def test_who_was_excluded_takes_its_own_batch_once_more():
     """Data that are a worker's own nobody else can take; while it is behind, it takes none."""
     worker = Worker()
     worker.leaves_out = True
-    own = DistributedDatasetFromFunction(lambda _: ArrayDataset(np.arange(4)).batch(2), InputContext(), worker, 0)
-    batches = iter(own)
+    batches = iter(from_batches(ArrayDataset(np.arange(4)).batch(2), worker))
     assert rows(next(batches)) == [[0, 1]]
     worker.late = worker.behind = True
     assert rows(next(batches)) == [[]]

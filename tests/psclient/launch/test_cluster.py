@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -246,18 +245,6 @@ def test_a_server_that_cannot_start_is_an_error():
         cluster = launch.Cluster(ps=2, server=options, log_format=log_format)
         refused(ConfigError, said, cluster.start)
         assert all(process.returncode is not None for process in cluster.processes.values())
-
-
-def test_a_server_alone(tmp_path):
-    """`start_server` returns when it listens; the end of its stdin is its end; a taken port is an error."""
-    process, address = launch.start_server(options=ServerOptions(checkpoint_root=str(tmp_path)))
-    with process:
-        host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=SECONDS).close()
-        process.stdin.close()
-        assert process.wait(SECONDS) == 0
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="did not start"):
-        launch.start_server(port=taken.getsockname()[1], stderr=subprocess.PIPE)
 
 
 def standalone(script: str, cwd: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:

@@ -112,11 +112,7 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
         (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
         (["--standalone", "--ps", "0"], "", "--ps"),
         (["--standalone"], "", "needs a script; write psworker --standalone [OPTIONS] SCRIPT [ARGS]"),
-        (
-            ["--config", "bare.yaml"],
-            "",
-            "write psworker --config bare.yaml [OPTIONS] SCRIPT [ARGS], or `script: SCRIPT`",
-        ),
+        (["--config", "bare.yaml"], "", "psworker --config bare.yaml [OPTIONS] SCRIPT [ARGS], or `script: SCRIPT`"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, args, tf_config, said):
@@ -290,11 +286,8 @@ def test_who_fails_by_itself_costs_a_restart():
     restarts = begun(2)
     failed = {A: SERVER_LOST, B: SERVER_LOST}
     assert restarts.unexplained(failed) == A
-    assert restarts.spend(failed, [SERVER], 5.0) == [
-        Replacement(SERVER, True),
-        Replacement(A, False),
-        Replacement(B, False),
-    ]
+    follow = [Replacement(A, False), Replacement(B, False)]
+    assert restarts.spend(failed, [SERVER], 5.0) == [Replacement(SERVER, True), *follow]
     restarts.started(A, 6.0)
     assert restarts.unexplained({A: SERVER_LOST}) == A
     assert restarts.spend({A: SERVER_LOST}, [A], 7.0) == [Replacement(A, True)]
@@ -460,15 +453,12 @@ def test_the_worker_of_a_certificate(certificates, tmp_path):
     assert certified_task(SecurityOptions(token_file=str(folder / "token"))) is None
 
     def shown(*names):
-        (tmp_path / "tls.crt").write_bytes(
-            certificates.signed([f"{name}.paramserver" for name in names], -1, 2).certificate
-        )
+        made = certificates.signed([f"{name}.paramserver" for name in names], -1, 2)
+        (tmp_path / "tls.crt").write_bytes(made.certificate)
         return certified_task(SecurityOptions(tls_cert=str(tmp_path / "tls.crt")))
 
     assert shown("worker-7", "chief-0") == Task("worker", 7)
     for names in (["worker-1", "worker-2"], ["ps-0"], ["admin"], ["worker-x"]):
         refused(ConfigError, "needs the certificate of exactly one worker", lambda names=names: shown(*names))
-    with pytest.raises(
-        ConfigError, match=r"PS_TOKEN_FILE=\{task\}/token: a worker that joins does not know its task yet"
-    ):
+    with pytest.raises(ConfigError, match=r"PS_TOKEN_FILE=\{task\}/token: a worker that joins does not know its task"):
         certified_task(SecurityOptions(token_file="{task}/token"))

@@ -211,10 +211,8 @@ def test_streams_that_never_last_are_given_up(monkeypatch, caplog):
             for _ in range(grpc_calls.MAX_BREAKS + 1):
                 job.round()
         assert (job.stream, job.calls._streams) == (None, False)
-        told = [record.getMessage() for record in caplog.records if "break repeatedly" in record.getMessage()]
-        assert (
-            told == [f"/job:ps/task:0 uses single calls, because streams to {job.relay.address} break repeatedly"] * 2
-        )
+        line = f"/job:ps/task:0 uses single calls, because streams to {job.relay.address} break repeatedly"
+        assert caplog.messages.count(line) == 2
 
 
 def test_the_most_that_was_known_of_a_server_is_told():

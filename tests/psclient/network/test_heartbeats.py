@@ -143,21 +143,15 @@ def test_a_session_that_has_ended_is_refused_on_its_transport(stack, site, name)
     hand = stack.enter_context(Hand(site.transports, name).welcomed(here.session, site.transports))
     hand.say(MessageKind.HEARTBEAT, 1)
     answer = hand.hear()
-    assert (answer.kind, answer.call, pb.HeartbeatReply.FromString(answer.header)) == (
-        MessageKind.ANSWER,
-        1,
-        pb.HeartbeatReply(),
-    )
+    assert (answer.kind, answer.call) == (MessageKind.ANSWER, 1)
+    assert pb.HeartbeatReply.FromString(answer.header) == pb.HeartbeatReply()
     site.job.verbs[0].leave(here.session, "it failed")
     hand.say(MessageKind.HEARTBEAT, 2)
     answer = hand.hear()
     refusal = pb.Refusal.FromString(answer.header)
     assert (answer.kind, answer.call, refusal.error) == (MessageKind.REFUSAL, 2, "Fenced")
-    refused(
-        Fenced,
-        "this process was removed from the job, because it failed",
-        lambda: site.server.heartbeat(here.session, -1, b""),
-    )
+    with pytest.raises(Fenced, match="this process was removed from the job, because it failed"):
+        site.server.heartbeat(here.session, -1, b"")
 
 
 def test_a_server_that_ends_says_so(site):

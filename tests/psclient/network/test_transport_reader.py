@@ -188,10 +188,8 @@ def test_a_transport_that_is_closed_while_it_is_read_is_let_go(waiting):
     site = waiting.site
     answer = site.push(site.workers[0], 1)
     transport = site.transport(site.workers[0])
-    with (
-        waiting.once_taken(lambda: site.server.fail(PSError("it is over"))),
-        pytest.raises(PSError, match="it is over"),
-    ):
+    fails = waiting.once_taken(lambda: site.server.fail(PSError("it is over")))
+    with fails, pytest.raises(PSError, match="it is over"):
         waiting.answer(answer)
     eventually(lambda: transport._over and transport._events.closed and transport._sock.fileno() < 0)
 

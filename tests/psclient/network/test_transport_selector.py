@@ -60,23 +60,12 @@ def nobody_listens(site_transports: Any) -> None:
 
 
 ELSEWHERE = f"{tempfile.gettempdir()}/of-another-file-system"
+NOT_OFFERED = "transport to /job:ps/task:0: the server does not offer it"
+SHARED = "do server and client share /dev/shm?"
 REFUSED: dict[str, tuple[TransportName, Callable[[Any], object], str, str]] = {
-    "no path": (
-        "shm",
-        lambda of: setattr(of, "path", ""),
-        "tcp",
-        "no shm transport to /job:ps/task:0: the server does not offer it",
-    ),
-    "a path that is not here": (
-        *("shm", lambda of: setattr(of, "path", ELSEWHERE)),
-        *("tcp", "do server and client share /dev/shm?"),
-    ),
-    "no port": (
-        "tcp",
-        lambda of: setattr(of, "port", 0),
-        "grpc",
-        "no tcp transport to /job:ps/task:0: the server does not offer it",
-    ),
+    "no path": ("shm", lambda of: setattr(of, "path", ""), "tcp", f"no shm {NOT_OFFERED}"),
+    "a path that is not here": ("shm", lambda of: setattr(of, "path", ELSEWHERE), "tcp", SHARED),
+    "no port": ("tcp", lambda of: setattr(of, "port", 0), "grpc", f"no tcp {NOT_OFFERED}"),
     "a port that nobody listens at": ("tcp", nobody_listens, "grpc", "cannot be reached"),
 }
 
@@ -157,11 +146,8 @@ def test_a_transport_that_breaks_is_opened_again_or_left(stack, name, said, monk
     for _ in range(breaks):
         for _ in range(rounds):
             site.round()
-        lost = [
-            transport
-            for transport in map(site.transport, site.workers)
-            if transport is not None and transport.name == name
-        ]
+        used = map(site.transport, site.workers)
+        lost = [transport for transport in used if transport is not None and transport.name == name]
         proxy.cut()
         eventually(lambda lost=lost: all(transport._why for transport in lost))
     site.round()
@@ -480,10 +466,8 @@ def test_a_fork_neither_holds_a_transport_nor_breaks_it(stack, name):
     """When its parent goes the server sees it go, whatever the fork does."""
     site = Site(stack, name, elements=SMALL)
     site.round()
-    fork = Forked(
-        stack,
-        lambda: all(transport._why and transport._sock.fileno() < 0 for transport in client_transport._TRANSPORTS),
-    )
+    transports = client_transport._TRANSPORTS
+    fork = Forked(stack, lambda: all(each._why and each._sock.fileno() < 0 for each in transports))
     assert fork.looks()
     site.round()
     assert len(site.transports.connections) == 2

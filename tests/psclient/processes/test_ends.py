@@ -134,9 +134,8 @@ def test_what_a_script_did_last_is_done_without_a_close(tmp_path, transport):
         shell(["python", "job.py", *words], tmp_path, PS_TRANSPORT=transport)
         for words in (("5", "save"), ("5", "restore"), (str(MANY),))
     )
-    assert [(each.code, each.err, each.out, each.left) for each in (save, restore)] == [
-        *((0, "", "", ()), (0, "", "1.0\n", ()))
-    ]
+    for each, out in ((save, ""), (restore, "1.0\n")):
+        assert (each.code, each.err, each.out, each.left) == (0, "", out, ())
     assert (large.code, large.left) == (0, ())
     assert (NO_THREAD in large.err) == (transport == "grpc" and SPARE > 0)
 
@@ -298,10 +297,7 @@ ENDS: dict[str, tuple[str, list[int], int, list[str]]] = {
     "so does the end of the grace period": (SHORT + UNTIL.format(""), [TERM], 143, ["finally"]),
     "who closes for long after that is ended, before a scheduler kills it": (SHORT + CLOSES, [TERM], 143, ["finally"]),
     "so is one under psworker": (INSTALL + SHORT + CLOSES, [TERM], 143, ["finally"]),
-    "the launcher's SIGHUP is a SIGTERM before which nothing is finished": (
-        *(f"{HUNG_UP}say('ready')\nsleep()", [HUP]),
-        *(143, []),
-    ),
+    "the launcher's SIGHUP, before which nothing is finished": (f"{HUNG_UP}say('ready')\nsleep()", [HUP], 143, []),
     "a handler of the script's own is called": (f"{HUNG_UP}{MINE}say('ready')\nsleep()", [HUP], 3, ["mine"]),
     "another thread ends the process where it comes to a step": (PART + TRAIN + THREAD, [TERM], 0, []),
     "a fork of the process has no part in the job": (PART + FORK, [], 0, [str(int(TERM))]),

@@ -281,9 +281,8 @@ def job(tmp_path):
 def test_deltas_are_listed_and_shown(run, job):
     """With their bases, rows and bytes, and what has changed. What is known of each row is no variable. A delta is
     verified with its bases: a fault of a base is a fault; the file says where."""
-    found = [
-        (each["name"], each["base"], each["tensors"]) for each in run("ls", "--json", job.root).json["checkpoints"]
-    ]
+    listed = run("ls", "--json", job.root).json["checkpoints"]
+    found = [(each["name"], each["base"], each["tensors"]) for each in listed]
     assert found == [("c-1", None, 4), ("c-2", "c-1", 4), ("c-3", "c-2", 4)]
     assert "changes to" in run("ls", job.root).out
     code, out, _ = run("show", job.root / "c-1")

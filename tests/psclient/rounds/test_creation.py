@@ -346,9 +346,8 @@ def test_a_dataset_names_the_rows_of_its_next_batch(cluster, calls, examples, re
         np.testing.assert_array_equal(v.numpy(), truth)
         steps = -(-examples // 6)
         assert len(pulls) == 2 * steps
-        assert {at for at, n in enumerate(pulls) if n} == ({0, steps, 1} if found_out else {0, steps}) & {
-            *range(2 * steps)
-        }
+        expected = {0, steps, 1} if found_out else {0, steps}
+        assert {at for at, n in enumerate(pulls) if n} == expected & {*range(2 * steps)}
         assert found_out or sum(asked) >= examples - 6
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from tests.kit.strategies import refused
 from tests.kit.telemetry import decoded_png, scalars, tensors
 
 
@@ -45,10 +46,8 @@ def test_a_full_queue_is_written(tmp_path, keys):
 def test_without_tensorboardx_one_is_told(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboardX"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"pip install -e '.\[summary\]' in the clone, or use ps.summary.create_noop"
-    ):
-        ps.summary.create_file_writer(str(tmp_path))
+    said = r"pip install -e '.\[summary\]' in the clone, or use ps.summary.create_noop"
+    refused(ModuleNotFoundError, said, lambda: ps.summary.create_file_writer(str(tmp_path)))
 
 
 @pytest.fixture

@@ -145,11 +145,8 @@ def test_a_program_is_what_was_done_and_nothing_else():
 
     found = traced(fn, Var(D), Var(D), Val(D))
     spec = TensorSpec("float64", (3,))
-    assert found.program.inputs == (
-        Input("variable", spec),
-        Input("value", spec),
-        Input("operand", TensorSpec("float64", ())),
-    )
+    two = Input("operand", TensorSpec("float64", ()))
+    assert found.program.inputs == (Input("variable", spec), Input("value", spec), two)
     assert found.program.nodes == (Node("multiply", (2, 1)), Node("add", (0, 3)))
     assert (found.program.assigns, found.program.outputs, found.result) == (((0, 4),), (), None)
     assert found.origins[:2] == (0, 2)

@@ -234,9 +234,7 @@ def test_a_call_is_made_before_its_trace_is_anothers(strategy):
             strategy.extended.update(second, fn, (100.0,))
 
     fn._traces = Watched()
-    strategy.run(
-        lambda: ps.get_replica_context().merge_call(lambda strategy: strategy.extended.update(first, fn, (2.0,)))
-    )
+    merged(strategy, lambda strategy: strategy.extended.update(first, fn, (2.0,)))
     assert [v.numpy().tolist() for v in (first, second)] == [[2.0] * 3, [100.0] * 3]
 
 
