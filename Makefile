@@ -6,6 +6,8 @@ SHELL := /bin/bash -o pipefail
 
 # pip install, with a line for each package: neither silent for a minute nor two hundred lines.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# For packages of which most modules are never imported: those that are, are compiled then.
+SPARE := --no-compile
 PROGRESS := sed -unE 's/^(Collecting|Processing) (.*\/)?([A-Za-z0-9_.]+(-[A-Za-z_.][A-Za-z0-9_.]*)*).*/  \3/p; s/^Installing collected.*/  unpacking these packages .../p'
 
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
@@ -26,7 +28,8 @@ export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 
 TOOLS := .venv/tools/bin/python
 
 .PHONY: help demo demo-recommender demo-embeddings demo-local test test-ci test-all test-frameworks test-ray test-chart \
-  check check-types check-docs check-style check-generated docs docs-reference proto lock dist sbom dist-check bench soak clean
+  check check-types check-docs check-style check-generated check-framework-types check-framework-docs docs docs-reference \
+  proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -53,7 +56,7 @@ help:  ## what there is
 
 .venv/dev: .venv/made pyproject.toml
 	@echo "installing paramserver and its tools for development into .venv (one or two minutes):"
-	@$(PIP) install -e '.[dev,examples]' | $(PROGRESS)
+	@$(PIP) install $(SPARE) -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
 # Three processes would each compile all tests at once.
@@ -63,7 +66,7 @@ help:  ## what there is
 
 .venv/frameworks: .venv/dev Makefile
 	@echo "installing PyTorch and JAX into .venv:"
-	@$(PIP) install $(FRAMEWORKS) | $(PROGRESS)
+	@$(PIP) install $(SPARE) $(FRAMEWORKS) | $(PROGRESS)
 	@touch $@
 
 .venv/docs: .venv/made pyproject.toml
@@ -98,8 +101,7 @@ test-ci: .venv/dev  ## what CI runs as well: tests that are dear, and other exam
 test-all: test test-ci  ## what everybody runs, then what only CI does
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
-	$(BIN)/mypy $(NEED_FRAMEWORKS)
-	$(BIN)/python tools/check_docs.py --frameworks
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-framework-types check-framework-docs
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 tests/frameworks
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
@@ -115,6 +117,12 @@ check: .venv/dev  ## style, types, generated code, snippets of the documents, li
 
 check-types: .venv/dev
 	$(BIN)/mypy
+
+check-framework-types: .venv/frameworks
+	$(BIN)/mypy $(NEED_FRAMEWORKS)
+
+check-framework-docs: .venv/frameworks
+	$(BIN)/python tools/check_docs.py --frameworks
 
 check-docs: .venv/dev
 	$(BIN)/python tools/check_docs.py
@@ -153,7 +161,7 @@ sbom: .venv/dist  ## bills of materials (CycloneDX) of what is installed from lo
 	$(TOOLS) tools/make_sbom.py dist
 
 dist-check: dist .venv/dev  ## builds again, and installs the wheel with each Python that is here, in empty environments
-	$(BIN)/python -m pytest -q --run dist -m dist tests/deploy/test_packages.py
+	$(BIN)/python -m pytest -q -n 3 --run dist -m dist tests/deploy/test_packages.py
 
 bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training steps, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
