@@ -84,10 +84,6 @@ CASES = {
         "psserver --tier-path . --tier-memory 1GiB --memory-limit 1GiB",
         r"--tier-memory 1GiB is part of .* lower --tier-memory",
     ),
-    "no directory of a tier": (
-        "psserver --tier-path none --tier-memory 1GiB",
-        r"--tier-path /.*/none is not a directory; create it on a fast local",
-    ),
     "a tier in memory": (
         "psserver --tier-path /dev/shm --tier-memory 1GiB",
         r"--tier-path /dev/shm is in memory \(tmpfs\); name",
