@@ -12,11 +12,10 @@ from pstesting.script import add_all
 from tests.kit.workers import in_threads, meet, total
 
 
-@pytest.mark.parametrize("environ", [{}, {"PS_REPLICATION_FACTOR": "2"}], ids=["", "copies"])
-def test_late_contributions_of_a_job_count_once(monkeypatch, environ):
+@pytest.mark.parametrize("copies", [1, 2])
+def test_late_contributions_of_a_job_count_once(environ, copies):
     """One worker stands still while the others make nearly all rounds; then it makes its own."""
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    environ["PS_REPLICATION_FACTOR"] = str(copies)
     over = threading.Event()
 
     def work(strategy, worker):

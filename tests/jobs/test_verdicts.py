@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -208,7 +207,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
 
 def test_a_refused_connection_may_be_silence(tmp_path):
     """Behind a proxy nobody knows who refuses: with PS_CONNECTION_REFUSED=retry it takes as long as silence does."""
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": dataclasses.replace(QUICK, server_timeout=4.0)}
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": replace(QUICK, server_timeout=4.0)}
     job = ProcessCluster(learn, tmp_path, (20, "ps.Sync()", [(1, 5, "1 at 5")]), **keys, gates=["1 at 5"])
     job.cluster.client_environ = {"PS_CONNECTION_REFUSED": "retry"}
     with job:
