@@ -59,17 +59,23 @@ def forgotten(job):
 
 
 def test_what_was_saved_comes_back(job, worker):
-    """Bit for bit, on every server, whatever happened since, with datasets' positions; a checkpoint may be moved."""
+    """Bit for bit, on every server, whatever happened since, with datasets' positions; a checkpoint may be moved.
+
+    Its manifest names the round, and these positions.
+    """
     values = [np.array(-3), np.array([1.5, 3e38], ml_dtypes.bfloat16), np.array([True, False])]
     values += [np.array([[1.5, np.nan], [np.inf, -0.0]], "float32"), np.zeros((0, 2), "float16"), np.array([1 + 2j])]
     variables = [job.variable(worker, value, (index % 2,)) for index, value in enumerate(values)]
     assert {variable.servers for variable in variables} == {(0,), (1,)}
+    plan = job.approve(sum_into(variables[0]), worker)
+    worker.make(plan, [0])
     job.save(worker, positions=PLACES)
-    worker.make(job.approve(sum_into(variables[0]), worker), [100])
+    worker.make(plan, [100])
     assert int(job.value(worker, variables[0])) == 97
     found = job.restore(worker, "run/ckpt-1")
     assert (found.path, found.positions) == ("run/ckpt-1", PLACES)
-    assert inside.Manifest.parse(found.manifest, "here").positions == PLACES
+    manifest = inside.Manifest.parse(found.manifest, "here")
+    assert (manifest.round, manifest.positions) == (1, PLACES)
     for variable, value in zip(variables, values, strict=True):
         back = job.value(worker, variable)
         assert (back.dtype, back.shape, back.tobytes()) == (value.dtype, value.shape, value.tobytes())

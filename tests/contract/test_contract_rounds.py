@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kit import internals as inside
-from tests.kit.rig import SOON, WORKERS, given, reduce_only, sgd, together, turn
+from tests.kit.rig import SOON, WORKERS, Worker, given, reduce_only, sgd, together, turn
 
 A, B, C = WORKERS[:3]
 NUMBER = inside.TensorSpec("int64", ())
@@ -156,6 +156,27 @@ def test_new_members_come_with_their_generation(job, two):
         job.verbs[0].push(inside.Contribution(session, 2, 1, plan.id, (1.0,)), inside.Payload.pack([np.array(5)]))
     )
     assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [7, 7, 7]
+
+
+def test_a_newcomer_that_differs_ends_alone(job, two):
+    """Though it pushes first it is told with both positions, and leaves; the others go on without it."""
+    plan, other = (job.approve(reduce_only(NUMBER, target=target), two[0]) for target in ("this", "that"))
+    together(*(worker.push(plan, [1]) for worker in two))
+    turn(*two)
+    members, third = job.generation.members, Worker(job, C, job.open(C).session, generation=2, round=1)
+    job.append(inside.GenerationClosed(inside.Generation(2, (*members, third.member), "dataset:0")))
+    early = third.push(other, [5], start=1)
+    job.arrived(third)
+    for worker in two:
+        worker.generation = 2
+    futures = [worker.push(plan, [1], start=0) for worker in two]
+    told = early.exception(SOON)
+    assert isinstance(told, inside.NewcomerDiverged)
+    assert f"in its first round, 1, {A} runs: " in str(told)
+    assert f"{C} runs: " in str(told)
+    job.verbs[0].leave(third.session, f"{type(told).__name__}: {told.message}")  # as its process does
+    job.append(inside.GenerationClosed(inside.Generation(3, members)))
+    assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [2, 2]
 
 
 # ---- Errors ----

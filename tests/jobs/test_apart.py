@@ -86,22 +86,3 @@ def test_a_table_is_trained_beside_dense_layers(tmp_path):
         assert rows[3 + worker] == -7.0
 
     in_threads(train, root=tmp_path)
-
-
-def test_a_round_is_skipped_by_itself():
-    """That of all where anybody's contribution is not finite; of a worker's own rounds only its own."""
-    ended = threading.Barrier(2)
-
-    def push(strategy, worker):
-        with strategy.scope():
-            w = ps.Variable(np.zeros(2), name="w")
-            t = ps.Variable(np.zeros(2), name="t", consistency=ps.Async(nonfinite="skip"))
-        for number in range(4):
-            mine = np.full(2, np.nan if (worker, number) == (1, 2) else 1000.0**worker)
-            strategy.run(lambda mine=mine: add_all([(t, mine), (w, mine)]))
-        w.numpy(), t.numpy()
-        ended.wait()
-        return [w.numpy().tolist(), t.numpy().tolist()]
-
-    found = in_threads(push, servers=1, consistency=ps.Sync(nonfinite="skip"))
-    assert found == [[[3003.0] * 2, [3004.0] * 2]] * 2

@@ -57,11 +57,11 @@ CALM = Timeouts(session_timeout=60.0, call_timeout=10.0, round_timeout=180.0)
 
 
 @contextmanager
-def processes(root, points=None, count=2):
+def processes(root, points=None):
     """Servers in processes of their own, some of which die at a point; and the processes."""
     with ExitStack() as stack:
         started, verbs = [], []
-        for task in range(count):
+        for task in range(2):
             if point := (points or {}).get(task):
                 flags = ["--task", str(task), "--port", "0", "--checkpoint-root", root, "--lifeline"]
                 command = [sys.executable, str(DYING), point, "server", *flags]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.script import add_all
 from tests.kit.cases import pairwise
 from tests.kit.workers import in_threads
 
@@ -57,6 +58,30 @@ def test_the_worker_is_told_and_the_round_has_what_it_gives_then(bad):
 
 
 # ---- NaN and infinity ----
+
+
+@pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=str)
+def test_a_poisoned_variable_is_told_once_by_each_process(caplog, consistency):
+    """The worker and the variable are named exactly, and nothing else is; all go on.
+
+    The rounds of an asynchronous worker are its own, and so is the warning.
+    """
+
+    def poison(strategy, worker):
+        with strategy.scope():
+            three = [ps.Variable(np.zeros(4), name=name) for name in "uvt"]
+        for number in range(4):
+            values = [np.full(4, np.nan if (worker, number, name) == (1, 1, "v") else 1.0) for name in "uvt"]
+            strategy.run(lambda values=values: add_all(list(zip(three, values, strict=True))))
+        return [bool(np.isfinite(each.numpy()).all()) for each in three]
+
+    assert in_threads(poison, servers=1, consistency=consistency)[1] == [True, False, True]
+    told = [(record.name.partition(".")[0], record.getMessage()) for record in caplog.records]
+    told = [(process, words) for process, words in told if "NaN" in words]
+    assert sorted(process for process, _ in told) == ["psclient"] * (1 + (consistency == ps.Sync())) + ["psserver"]
+    (words,) = {words for _, words in told}
+    said = [name for name in ("'v'", "/job:worker/task:1", "round 1", "'u'", "'t'", "worker/task:0") if name in words]
+    assert said == ["'v'", "/job:worker/task:1", "round 1"]
 
 
 def train(strategy, bad, size, dtype):

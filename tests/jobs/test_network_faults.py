@@ -14,7 +14,7 @@ import pytest
 import psclient as ps
 from pstesting import faults, forks
 from pstesting.faults import Faults
-from pstesting.processes import PS0, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.processes import W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, say
 from tests.kit import transports
 from tests.kit.internals import Payload, Security
@@ -320,36 +320,3 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack):
             time.sleep(lease / 20)
         assert {session.state for session in site.core.status().sessions if session.member.task in WORKERS} == {"open"}
         site.whole([1, 2], first, site.push(other, 2))
-
-
-# ---- Jobs of processes ----
-
-
-def lose(rounds, when):
-    """Sums of integers; before some steps the first worker loses what arrives on its transports."""
-    from tests.kit import transports
-
-    loses = transports.losing()
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        small = ps.Variable(np.zeros(5), name="small")
-        large = ps.Variable(np.zeros(400_000), name="large")
-    for step in range(rounds):
-        if ME == 0 and step in when:
-            loses()
-        value = (step + 1.0) * (ME + 1)
-        strategy.run(lambda value=value: add_all([(small, np.full(5, value)), (large, np.full(400_000, value))]))
-        expected = 3.0 * sum(range(1, step + 2))
-        assert all((found == expected).all() for found in (small.numpy(), large.numpy()))
-    say("sums", [float(small[0]), float(large.numpy().min())])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak)])
-def test_a_job_goes_on_when_connections_become_silent(tmp_path, transport):
-    """All of a worker's, with both servers, in the middle of the job: the sums are exact, and all end with 0."""
-    with ProcessCluster(lose, tmp_path, (8, [2, 5]), ps=2, workers=2, timeouts=QUICK, transport=transport) as job:
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == [3.0 * 36] * 2
-        assert f"the {transport} transport to {PS0} is broken: nothing was received on it for" in job.errors(W0)
-        job.finish()

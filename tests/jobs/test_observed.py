@@ -16,9 +16,8 @@ from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, add, add_all, gate, say
 from pswire.telemetry import logging_setup
-from tests.kit.internals import Task
 from tests.kit.shell import shell
-from tests.kit.telemetry import Collector, Page, Told, documented, metrics_url, mistakes
+from tests.kit.telemetry import Collector, Page, Told, metrics_url
 
 ROUNDS = 5
 TASKS = (PS0, PS1, CHIEF, W0, W1)
@@ -71,7 +70,6 @@ def test_every_task_tells_what_it_does(collector, tmp_path):
     chief = pages[CHIEF]
     assert (chief("chief_generations_total"), chief("chief_members"), chief("chief_plans_approved_total")) == (1, 2, 1)
     assert not chief.families["paramserver_chief_missing"].samples
-    _check_names(pages.values())
     for task, found in lines.items():
         assert all(line and line["task"] == str(task) for line in found), said[task]
     (mine,) = [line for line in lines[W1] if line["logger"] == "mine"]
@@ -113,14 +111,6 @@ def _moved(page: Page, side: str, direction: str) -> float:
     )
 
 
-def _check_names(pages) -> None:
-    """All metrics keep the conventions, and the document has exactly these."""
-    families = {family.name: family for page in pages for family in page.ours}
-    assert not mistakes(families.values())
-    counters = {name + "_total" * (family.type == "counter") for name, family in families.items()}
-    assert counters == documented().keys()
-
-
 @pytest.mark.parametrize(
     ("body", "code"), [("1 / 0", 1), ("import psclient as ps; ps.ParameterServerStrategy(devices=['tpu:7'])", 2)]
 )
@@ -138,56 +128,6 @@ def test_all_of_stderr_is_json(body, code, tmp_path):
     assert lines[-1]["task"] is None
     assert f"/job:worker/task:0 failed (exit code {code})" in lines[-1]["message"]
     assert ("ZeroDivisionError" if "1 / 0" in body else "tpu:7") in lines[-1]["message"]
-
-
-# ---- Values that are not finite ----
-
-LARGE = (3 << 20) // 4
-"""Elements of float32 of which two are more than a part: such a round streams."""
-
-
-def poisoned(size: int, asynchronous: bool) -> None:
-    """Worker 1 has a NaN among its gradients for `v` in the second round of five; nobody has any for `u` or `t`."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async() if asynchronous else ps.Sync())
-    with strategy.scope():
-        three = [ps.Variable(np.zeros(size, "float32"), name=name) for name in ("u", "v", "t")]
-    for step in range(5):
-        gradients = [np.ones(size, "float32") for _ in three]
-        if (ME, step) == (1, 1):
-            gradients[1][size // 2] = np.nan
-        strategy.run(add_all, args=(list(zip(three, gradients, strict=True)),))
-    say("finite", [bool(np.isfinite(variable.numpy()).all()) for variable in three])
-    gate("on")
-    strategy.close()
-
-
-def warnings_of(job: ProcessCluster, task: Task) -> list[str]:
-    """What a task has said of values that are not finite."""
-    lines = [logging_setup.read(line) for line in job.errors(task).splitlines()]
-    return [line["message"] for line in lines if line and line["level"] == "warning" and "NaN" in line["message"]]
-
-
-@pytest.mark.parametrize(("size", "asynchronous"), [(LARGE, False), (64, True)])
-def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, asynchronous):
-    """The worker and the variable are named exactly, and nothing else is; the metrics count it; all go on.
-
-    The rounds of an asynchronous worker are its own, and so is the warning.
-    """
-    keys = {"ps": 1, "workers": 2, "metrics_port": 0, "log_format": "json"}
-    with ProcessCluster(poisoned, tmp_path, (size, asynchronous), gates=["on"], **keys) as job:
-        finite = [job.hear(task, "finite") for task in (W0, W1)]
-        assert finite[1] == [True, False, True]
-        assert asynchronous or finite[0] == finite[1]
-        page = Page.at(metrics_url(job, PS0))
-        job.open("on")
-        job.finish()
-        told = {task: warnings_of(job, task) for task in (W0, W1, PS0)}
-    (words,) = told[W1]
-    assert told[W0] == ([] if asynchronous else [words])
-    assert told[PS0] == [words]
-    said = [name for name in ("'v'", str(W1), "round 1", "'u'", "'t'", str(W0)) if name in words]
-    assert said == ["'v'", str(W1), "round 1"]
-    assert (page("server_nonfinite_pushes_total"), page("server_nonfinite_variables")) == (1, 1)
 
 
 # ---- Traces: a step is one trace over all processes, as a collector of OpenTelemetry sees it ----

@@ -9,34 +9,11 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
-from pstesting.script import add_all
 from tests.kit import references
 from tests.kit.rig import SOON
-from tests.kit.workers import in_threads, learn, meet, total
+from tests.kit.workers import in_threads, learn, total
 
 # ---- Asynchronous ----
-
-
-def test_the_slow_do_not_hold_up_the_fast():
-    """One does all its rounds while the other stands; at the end every push of both has been counted once."""
-    ahead, ended = threading.Event(), threading.Barrier(2)
-
-    def push(strategy, worker):
-        assert strategy.num_replicas_in_sync == 1
-        with strategy.scope():
-            v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
-        for number in range(20):
-            if (worker, number) == (1, 5):
-                meet(ahead)
-            mine = np.full(4, 1000.0**worker)
-            strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
-            if worker == 0:
-                assert (v.numpy() % 1000 == number + 1).all()
-        ahead.set()
-        ended.wait()
-        return [v.numpy().tolist(), u.numpy().tolist()]
-
-    assert in_threads(push, consistency=ps.Async()) == [total(20, 20)] * 2
 
 
 def test_who_is_killed_goes_on_where_it_was_and_who_was_thought_dead_is_told(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 
 import numpy as np
@@ -13,11 +12,10 @@ from pstesting.script import add_all
 from tests.kit.workers import in_threads, meet, total
 
 
-@pytest.mark.parametrize("environ", [{}, {"PS_REPLICATION_FACTOR": "2"}], ids=["", "copies"])
-def test_late_contributions_of_a_job_count_once(monkeypatch, environ):
+@pytest.mark.parametrize("copies", [1, 2])
+def test_late_contributions_of_a_job_count_once(environ, copies):
     """One worker stands still while the others make nearly all rounds; then it makes its own."""
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    environ["PS_REPLICATION_FACTOR"] = str(copies)
     over = threading.Event()
 
     def work(strategy, worker):
@@ -46,16 +44,25 @@ def test_late_contributions_of_a_job_count_once(monkeypatch, environ):
     assert found[0][1] == found[1][1] == 0 < found[2][1]
 
 
-def test_a_quorum_is_at_most_the_number_of_workers():
-    """Else no round would have it: it is refused before anything is connected, as what needs all workers is."""
-    with pytest.raises(ps.errors.ConfigError, match=re.escape("ps.Quorum(size=2) needs at least 2 workers, but the")):
-        ps.ParameterServerStrategy(consistency=ps.Quorum(2))
-    spec = ps.ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["a:1", "b:1"]})
-    resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-    with pytest.raises(ps.errors.ConfigError, match="needs at least 3 workers, but the cluster has 2; use a smaller"):
-        ps.ParameterServerStrategy(consistency=ps.Quorum(3), cluster_resolver=resolver)
-    with pytest.raises(ps.errors.ConfigError, match="late ones are merged into the next round"):
-        ps.ParameterServerStrategy(consistency=ps.Quorum(1), deterministic=True)
+SPEC = ps.ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["a:1", "b:1"]})
+OF_TWO = {"cluster_resolver": ps.SimpleClusterResolver(SPEC, task_type="worker", task_id=0)}
+
+
+@pytest.mark.parametrize(
+    ("consistency", "options", "words"),
+    [
+        (ps.Quorum(2), {}, r"ps.Quorum\(size=2\) needs at least 2 workers, but the"),
+        (ps.Quorum(3), OF_TWO, "needs at least 3 workers, but the cluster has 2; use a smaller"),
+        (ps.Quorum(1), {"deterministic": True}, "late ones are merged into the next round"),
+        (ps.Sync(backup_workers=1), {}, "needs more than 1 workers, but the cluster has 1; use a smaller"),
+        (ps.Sync(backup_workers=2), OF_TWO, "needs more than 2 workers, but the cluster has 2"),
+        (ps.Sync(backup_workers=1), {"deterministic": True}, "with backup_workers the slowest are excluded"),
+    ],
+)
+def test_rounds_need_enough_workers(consistency, options, words):
+    """Else no round would be made: it is refused before anything is connected, as what needs all workers is."""
+    with pytest.raises(ps.errors.ConfigError, match=words):
+        ps.ParameterServerStrategy(consistency=consistency, **options)
 
 
 @pytest.mark.parametrize("before", [ps.Quorum(1), ps.Sync()], ids=str)
@@ -69,12 +76,3 @@ def test_no_change_begins_or_ends_a_quorum(before):
                 with pytest.raises(ps.errors.ConfigError, match=r"cannot begin or end ps\.Quorum"):
                     strategy.set_consistency(after)
         assert strategy.consistency == before
-
-
-def test_workers_with_different_quorums_are_refused():
-    """The one that comes second names both."""
-    both = re.compile(r"runs with ps\.Quorum\(\d, grace=0\), but .* with ps\.Quorum\(\d, grace=0\); give every")
-    with pytest.raises(ps.errors.ConfigError, match=both):
-        in_threads(
-            lambda strategy, worker: strategy.barrier(), 2, 1, each=[{"consistency": ps.Quorum(n)} for n in (1, 2)]
-        )

@@ -258,18 +258,6 @@ def test_a_straggler_that_is_killed_takes_no_examples_along(tmp_path):
         assert str(W2) in job.hear(W0, "out")
 
 
-def test_rounds_need_more_workers_than_they_may_leave_out():
-    """Else they would wait for nobody: it is refused before anything is connected, as what needs all workers is."""
-    with pytest.raises(ps.errors.ConfigError, match="needs more than 1 workers, but the cluster has 1; use a smaller"):
-        ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=1))
-    spec = ps.ClusterSpec({"ps": ["127.0.0.1:1"], "worker": ["a:1", "b:1"]})
-    resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-    with pytest.raises(ps.errors.ConfigError, match="needs more than 2 workers, but the cluster has 2"):
-        ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=2), cluster_resolver=resolver)
-    with pytest.raises(ps.errors.ConfigError, match="with backup_workers the slowest are excluded"):
-        ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=1), deterministic=True)
-
-
 def test_parts_of_a_batch_of_different_sizes_are_refused_without_an_axis():
     """On all workers alike, and all go on; a reduction along the axis, and one of numbers, have all examples."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import numpy as np
 import psclient as ps
 from pstesting import forks
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import DIRECTORY, ME, add, add_all, gate, say
+from pstesting.script import ME, add, gate, say
 from tests.kit.internals import SERVER_LOST, child_environ
 from tests.kit.workers import learn
 
@@ -154,11 +153,6 @@ def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
         assert {job.exited(task) for task in (W1, PS0, PS1)} == {0}
 
 
-def digits(total, workers=3):
-    """How many contributions of each worker are in a sum."""
-    return [int(total) // 100**worker % 100 for worker in range(workers)]
-
-
 def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     """The code of a process that ends by itself, and what it printed on stderr."""
     _, errors = process.communicate(timeout=SECONDS)
@@ -211,81 +205,9 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         assert job.exited(PS1) == 0
 
 
-def differ(rounds, stops):
-    """Counts in rounds; the second life of a worker runs another program than all others, the third the same."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-        u = ps.Variable(np.zeros(4), name="u")
-    marker = DIRECTORY / f"life {ME}"
-    life = len(marker.read_text()) + 1 if marker.exists() else 1
-    marker.write_text("." * life)
-    say("open", life)
-    for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.zeros(2 * rounds)).batch(2)):
-        if [ME, life, strategy.round] in stops:
-            say("at", strategy.round)
-            gate(f"{ME} at {strategy.round}")
-        if life == 2:
-            strategy.run(lambda: add(u, np.full(4, 100.0**ME)))
-        else:
-            strategy.run(lambda: add_all([(v, np.full(4, 100.0**ME)), (u, np.ones(4))]))
-        say("did", strategy.round - 1)
-    say("sums", float(v[0]))
-
-
-def test_a_newcomer_that_differs_ends_alone(tmp_path):
-    """Though it pushes first the newcomer is told with both positions, and the others go on without it.
-
-    Its next process, with the right script, takes part.
-    """
-    stops = [[1, 1, 2], [0, 1, 4], [0, 1, 5], [1, 2, 5], [0, 1, 8]]
-    gates = [f"{worker} at {round}" for worker, _, round in stops]
-    with (
-        ProcessCluster(
-            differ, tmp_path, (40, stops), ps=2, workers=2, chief="driver", timeouts=QUICK, gates=gates
-        ) as job,
-        job.server(PS0) as keeper,
-        job.server(PS1) as holder,
-    ):
-
-        def join(life):
-            job.start(W1)
-            job.hear(W1, "open", life)
-            job.until(lambda: len(keeper.status().generation.members) == 2)
-
-        job.hear(W1, "at", 2)
-        job.kill(W1)
-        job.hear(W0, "at", 4)
-        join(2)
-        job.open("0 at 4")
-        for task in (W0, W1):
-            job.hear(task, "at", 5)
-        for gate in ("1 at 5", "0 at 5"):
-            job.open(gate)
-            job.until(lambda: [waiting.round for waiting in holder.status().waiting] == [5] or W1 in ended(job))
-        told = job.hear_error(W1, "it joined a running job, but runs another program: in its first round, 5")
-        assert f"{W0} runs: " in told
-        assert f"{W1} runs: " in told
-        assert job.exited(W1) == 1
-        job.hear(W0, "at", 8)
-        join(3)
-        job.open("0 at 8")
-        total = job.hear(W0, "sums")
-        assert job.hear(W1, "sums") == total
-        there, newcomer = digits(total, 2)
-        assert there == 40
-        assert newcomer == 2 + len([round for round in job.said(W1, "did") if round >= 5])
-        job.finish()
-
-
-def ended(job):
-    """The tasks whose processes have ended."""
-    return [task for task, process in job.cluster.processes.items() if process.poll() is not None]
-
-
 def test_a_refused_connection_may_be_silence(tmp_path):
     """Behind a proxy nobody knows who refuses: with PS_CONNECTION_REFUSED=retry it takes as long as silence does."""
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": dataclasses.replace(QUICK, server_timeout=4.0)}
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": replace(QUICK, server_timeout=4.0)}
     job = ProcessCluster(learn, tmp_path, (20, "ps.Sync()", [(1, 5, "1 at 5")]), **keys, gates=["1 at 5"])
     job.cluster.client_environ = {"PS_CONNECTION_REFUSED": "retry"}
     with job:

@@ -1,4 +1,4 @@
-"""Jobs of real processes: first values, an evaluator beside the training, several hosts, kernels that servers share."""
+"""Jobs of real processes: an evaluator beside the training, several hosts, kernels that servers share."""
 
 from __future__ import annotations
 
@@ -10,39 +10,12 @@ import pytest
 import psclient as ps
 from pstesting import forks
 from pstesting.hosts import Host, HostCluster
-from pstesting.processes import PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
-from pstesting.script import DIRECTORY, ME, add_all, gate, say
+from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, gate, say
 from tests.kit.internals import EVALUATOR
 from tests.kit.shell import linked
 from tests.kit.telemetry import Page, metrics_url, scalars
 from tests.kit.workers import in_threads
-
-# ---- First values ----
-
-
-def begin():
-    """Worker 0 comes late; `large` is sent only where it is wanted."""
-    strategy = ps.ParameterServerStrategy()
-    if ME == 0:
-        gate("never")
-    with strategy.scope():
-        small, large = (ps.Variable(np.full(size, 10.0 + ME), name=f"of {size}") for size in (2, 1 << 18))
-    say("first", [v.numpy()[0] for v in (small, large)])
-    strategy.run(lambda: add_all([(small, np.zeros(2))]))
-    gate("end")
-
-
-def test_who_dies_gives_no_first_value(tmp_path):
-    """All begin with those of the lowest task, however large; of the next one once that one's lease is over."""
-    keys = {"ps": 2, "workers": 3, "gates": ["never", "end"], "timeouts": QUICK, "chief": "driver"}
-    with ProcessCluster(begin, tmp_path, **keys) as job:
-        for task in (W1, W2):
-            job.hear_error(task, f"{task} waits for {W0} to set the initial value of variable 'of 2'")
-        job.kill(W0)
-        assert [job.hear(task, "first") for task in (W1, W2)] == [[11, 11]] * 2
-        job.open("end")
-        assert [job.exited(task) for task in (W1, W2)] == [0, 0]
-
 
 # ---- An evaluator follows the checkpoints ----
 

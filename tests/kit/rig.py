@@ -184,10 +184,10 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
 
 @contextmanager
 def remote(
-    behind: Core, port: int = 0, transport: inside.TransportName = "grpc", streams: bool = True
+    behind: Core, transport: inside.TransportName = "grpc", streams: bool = True
 ) -> Iterator[inside.RemoteServer]:
     """A core behind a real connection."""
-    with inside.ServerThread(behind, inside.ServerConfig(behind.task, port=port), grace=0.0) as thread:
+    with inside.ServerThread(behind, inside.ServerConfig(behind.task), grace=0.0) as thread:
         timeouts = inside.Timeouts(
             session_timeout=4.0, call_timeout=10.0, round_timeout=SOON, server_timeout=5 * SOON
         )  # a server in this process is never lost, however busy the machine is

@@ -555,35 +555,6 @@ def stall(when: Callable[[], bool], stop: Callable[[], object]) -> None:
     connecting(change)
 
 
-def losing() -> Callable[[], None]:
-    """Has the transports of this process lose what arrives, from when what this gives is called; new ones work."""
-    taken: list[Callable[[], object]] = []
-
-    def change(sock: Stream) -> Stream:
-        if isinstance(sock, socket.socket) and sock.family == socket.AF_UNIX:
-            # The system drops nothing on a Unix socket: what is between its ends does.
-            ours, relay = socket.socketpair()
-            ours.settimeout(sock.gettimeout())
-            sock.settimeout(None)
-            up, down = threading.Event(), threading.Event()
-            up.set()
-            down.set()
-            for ends in ((relay, sock, None, up), (sock, relay, None, down)):
-                threading.Thread(target=_pump, args=ends, daemon=True).start()
-            taken.append(down.clear)
-            return ours
-        taken.append(partial(drop, sock))
-        return sock
-
-    def lose() -> None:
-        for each in taken:
-            with contextlib.suppress(OSError):  # it is closed
-                each()
-
-    connecting(change)
-    return lose
-
-
 # ---- What is left ----
 
 

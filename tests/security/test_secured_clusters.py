@@ -21,10 +21,8 @@ from psclient.psctl.certificate_authority import Authority
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import say  # in the programs below, which are sources
-from pswire.network.grpc_channel import open_channel, stub
 from tests.kit import internals as inside
 from tests.kit.certificates import Certificates, listening, options
-from tests.kit.internals import pb
 from tests.kit.rig import create
 
 AT_ONCE = 90.0
@@ -190,17 +188,3 @@ def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, transport
         thief.open(W1, 1, number, False)
     owner.heartbeat(number, -1, b"")
     assert owner.pull(number, [1], -1).result(SECONDS).payload.size == 16
-
-
-def test_an_incarnation_is_a_servers(job: Job, certificates: Certificates) -> None:
-    """A worker that opens a session with the number by which a server votes keeps no server from voting."""
-    thief = job.connect("worker-1", PS1)
-    incarnation = job.connect("ps-0", PS0).status().incarnation
-    thief.open(W1, 1, incarnation, False)
-    shown = certificates.of("ps-0")
-    with open_channel(job.addresses[1], shown, "ps-1.paramserver") as channel:
-        request = pb.IntroduceRequest(server=0, incarnation=incarnation, spoken=inside.spoken())
-        call = stub(channel, inside.VERBS["Introduce"].path, (False, False))
-        call(request.SerializeToString(), timeout=SECONDS, metadata=((inside.TOKEN_KEY, inside.bearer(shown.token)),))
-    with pytest.raises(inside.Forbidden):
-        thief.heartbeat(incarnation, -1, b"")

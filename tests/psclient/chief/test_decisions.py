@@ -293,9 +293,9 @@ def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
     """All go on from the greatest number; the servers' number of rounds has no meaning for it."""
     x, y = (replace(member, consistency=ASYNC) for member in (a, b))
     state = job(began(x, y))
-    wanted = (Change(0, 9, SYNC), Change(0, 4, SYNC))
+    wanted = (Change(0, 4, SYNC), Change(0, 9, SYNC))
     (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
-    places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
+    places = WorkerProgress(A, 3, ()), WorkerProgress(B, 8, POSITIONS)
     statuses = [status(round=40, places=places), status(1, round=2)]
     assert beginning.closed(statuses) == changed(2, wanted[0], x, y, round=9, positions=POSITIONS)
 

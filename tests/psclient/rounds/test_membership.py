@@ -19,7 +19,7 @@ from psclient._src.rounds.rounds import Exchange, Outgoing
 from pstesting.processes import PS0
 from pswire.api import Contribution
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Fenced, RoundTimeout
+from pswire.errors import ConfigError, Fenced, NewcomerDiverged, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
 from pswire.model.closures import ClosureName
@@ -116,6 +116,12 @@ def test_a_process_whose_session_is_over_comes_to_no_entry(job):
     with began(job, "sync", 1) as (one,):
         one.session.end(Fenced("it was given up"))
         refused(Fenced, "it was given up", lambda: one.group.enter("dataset:0"))
+
+
+def test_a_newcomer_that_differs_ends_itself_alone(job):
+    with began(job, "sync", 1, 1) as (one, new):
+        new.session.end(NewcomerDiverged("it runs another program"))
+        job.verbs[0].heartbeat(one.session.number, -1, b"")
 
 
 def test_a_process_hears_between_two_heartbeats_that_a_server_has_ended_its_session(job):

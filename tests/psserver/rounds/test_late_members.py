@@ -475,34 +475,6 @@ def restore(job, servers):
 # ---- Two servers ----
 
 
-def test_servers_merge_the_same(two):
-    """One that only one server has when they vote waits for the round after the next."""
-    two.in_time(0, 1)
-    two.hear()
-    assert two.values == [11, 11]
-    (here,) = two.push(two.c, 0, turn=False)
-    assert here.result(SOON).excluded == (C,)
-    two.in_time(0, 1)
-    two.hear()
-    assert two.values == [22, 22], "one of the two does not have it"
-    two.push(two.c, 1)
-    two.in_time(0, 1)
-    two.hear()
-    assert two.values == [133, 133]
-
-
-def test_what_is_in_time_on_one_server_alone_is_merged_on_both(two):
-    futures = [*two.push(two.c, 0, turn=False), *two.push(two.a, 0, 1), *two.push(two.b, 1, turn=False)]
-    two.push(two.b, 0)
-    two.hear()
-    assert two.values == [11, 11]
-    assert {future.result(SOON).excluded for future in futures} == {(C,)}
-    two.push(two.c, 1)
-    two.in_time(0, 1)
-    two.hear()
-    assert two.values == [122, 122]
-
-
 def test_of_a_lost_worker_counts_what_all_servers_have(two):
     """What only one server has is dropped, and does not wait for ever."""
     two.in_time(0, 1)

@@ -147,17 +147,6 @@ def counting(keys: int) -> TableSpec:
     return replace(SPEC, admission=CBFFilter(2, keys))
 
 
-def test_an_empty_table_takes_what_its_filter_takes():
-    """Its counters are there from the beginning: those of its buckets, once, and no tensor beside it has any."""
-    held = store_of(1 << 20)
-    half = part_of(0, counting(1 << 16), buckets=HALF)
-    held.declare(half)
-    held.declare(part_of(1, counting(1 << 16), buckets=HALF, slot=SLOT))
-    assert 300_000 < held.nbytes == half.spec.nbytes < 330_000
-    held.forget(0)
-    assert held.nbytes == 0
-
-
 @pytest.mark.parametrize("keys", [1 << 20, 1 << 36])
 def test_a_filter_that_does_not_fit_is_refused(keys, monkeypatch):
     """Before anything is allocated for it; another server has no more room, so only the limit helps."""
