@@ -59,7 +59,7 @@ help:  ## what there is
 	@$(PIP) install $(SPARE) -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
-# Three processes would each compile all tests at once.
+# Four processes would each compile all tests at once.
 .venv/tests: .venv/dev
 	@$(BIN)/python -m pytest -q --collect-only | tail -n 2
 	@touch $@
@@ -93,16 +93,16 @@ demo-local: .venv/demo-local/made  ## trains a character transformer with local 
 	.venv/demo-local/bin/psworker --standalone --ps 2 --workers 2 examples/local_steps.py
 
 test: check .venv/tests  ## all checks and all tests that everybody runs
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10
 
 test-ci: .venv/dev  ## what CI runs as well: tests that are dear, and other examples of all searches
-	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 --run ci -m 'ci or hypothesis'
+	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 --run ci -m 'ci or hypothesis'
 
 test-all: test test-ci  ## what everybody runs, then what only CI does
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-framework-types check-framework-docs
-	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 tests/frameworks
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=5 tests/frameworks
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
 	@$(PIP) install $(RAY) | $(PROGRESS)
