@@ -159,7 +159,10 @@ def test_new_members_come_with_their_generation(job, two):
 
 
 def test_a_newcomer_that_differs_ends_alone(job, two):
-    """Though it pushes first it is told with both positions, and leaves; the others go on without it."""
+    """Though it pushes first it is told with both positions, and leaves; the others go on without it.
+
+    Its next process takes part.
+    """
     plan, other = (job.approve(reduce_only(NUMBER, target=target), two[0]) for target in ("this", "that"))
     together(*(worker.push(plan, [1]) for worker in two))
     turn(*two)
@@ -177,6 +180,13 @@ def test_a_newcomer_that_differs_ends_alone(job, two):
     job.verbs[0].leave(third.session, f"{type(told).__name__}: {told.message}")  # as its process does
     job.append(inside.GenerationClosed(inside.Generation(3, members)))
     assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [2, 2]
+    turn(*two)
+    back = Worker(job, C, job.open(C).session, generation=4, round=2)
+    job.append(inside.GenerationClosed(inside.Generation(4, (*members, back.member), "dataset:0")))
+    for worker in two:
+        worker.generation = 4
+    futures = [worker.push(plan, [1], start=start) for worker, start in zip((*two, back), (0, 0, 2), strict=True)]
+    assert [int(given(reply, plan)[0]) for reply in together(*futures)] == [3, 3, 3]
 
 
 # ---- Errors ----

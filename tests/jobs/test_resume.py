@@ -47,30 +47,17 @@ def learn(resume, style):
         say("slots", [slot.numpy() for slot in optimizer.variables[1:]])
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """A job of two servers and two workers that was never interrupted, and saved a checkpoint in its middle."""
-    directory = tmp_path_factory.mktemp("job")
-    with ProcessCluster(learn, directory, ("", "epochs"), ps=2, workers=2, chief="driver") as job:
-        job.finish()
-    return directory / "checkpoints", job
-
-
-def rows_by_epoch(job):
-    taken = {}
-    for task in (W0, W1):
-        for epoch, rows in job.said(task, "took"):
-            taken[epoch] = sorted(taken.get(epoch, []) + rows)
-    return taken
-
-
 @pytest.mark.parametrize(("servers", "style"), [(1, "epochs"), pytest.param(3, "range", marks=pytest.mark.soak)])
-def test_a_new_cluster_goes_on_bit_by_bit(tmp_path, uninterrupted, servers, style):
+def test_a_new_cluster_goes_on_bit_by_bit(tmp_path, servers, style):
     """With another number of servers: the same weights, slots and step count, and each row once in each pass. A test
     set, though the script makes it first, has all of its batches."""
-    root, before = uninterrupted
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    with ProcessCluster(learn, tmp_path / "before", ("", "epochs"), ps=2, workers=2, chief="driver") as before:
+        before.finish()
+    root = tmp_path / "before" / "checkpoints"
     keys = {"ps": servers, "workers": 2, "server": ServerOptions(checkpoint_root=str(root))}
-    with ProcessCluster(learn, tmp_path, ("run", style), **keys) as job:
+    with ProcessCluster(learn, tmp_path / "after", ("run", style), **keys) as job:
         job.finish()
     for task in (W0, W1):
         assert job.said(task, "restored") == [True]
@@ -79,7 +66,10 @@ def test_a_new_cluster_goes_on_bit_by_bit(tmp_path, uninterrupted, servers, styl
         for what in ("weights", "slots"):
             assert job.said(task, what) == before.said(W0, what)
     assert before.said(W0, "weights")[0][2] == EPOCHS * BATCHES
-    taken = rows_by_epoch(job)
+    taken = {}
+    for task in (W0, W1):
+        for epoch, rows in job.said(task, "took"):
+            taken[epoch] = sorted(taken.get(epoch, []) + rows)
     assert taken.keys() == {1, 2}
     assert taken[2] == list(range(50))
     done = {row for task in (W0, W1) for epoch, rows in before.said(task, "took")[:SAVED] if epoch for row in rows}
