@@ -518,6 +518,31 @@ def _never() -> Future[RoundReply]:
     raise PSError("not asked for")
 
 
+def test_who_leads_since_another_stood_still_follows_it_in_the_end(request):
+    """Who comes meanwhile is welcomed by nobody, and leads. Then all are in one sum again."""
+    server, job = Server(), f"{os.getpid()} {next(NUMBERS)}".encode()
+    workers = [Worker(n, HostGroup(job, n, LONG, 1, server.push, _variable)) for n in (1, 2, 3)]
+    for worker in workers:
+        request.addfinalizer(worker.close)
+    first, second, late = workers
+    first.find_role()
+    second.find_role()
+    with first.role._lock:  # whoever needs it stands still
+        late.find_role()
+        assert isinstance(late.role, Leader)
+
+    def follows() -> bool:
+        late.find_role()
+        return isinstance(late.role, LeaderConnection)
+
+    eventually(follows)
+    owns = [worker.push(0) for worker in workers]
+    server.until(1)
+    assert [part.session for part in server.sums[0][1].parts] == [1, 2, 3]
+    server.answer(0, 3.0, 4)
+    assert [values(own) for own in owns] == [[3.0]] * 3
+
+
 SERVERS = 2 * PARTS + 1
 
 

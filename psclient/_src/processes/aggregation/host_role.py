@@ -22,6 +22,9 @@ ATTEMPTS = 3
 AGAIN_SECONDS = 0.25
 """Seconds until it looks again."""
 
+EARLIER_SECONDS = 2.0
+"""Seconds until one that leads at a later name looks whether an earlier one is answered."""
+
 Lead = Callable[[str], Leader | None]
 """Begins to lead at a name; None where another one was faster, or this process leads as much as it should."""
 
@@ -30,7 +33,8 @@ class HostRole:
     """This process's role among the workers of its host, for some of the servers. May be used by any thread.
 
     The one that has bound a socket leads. The system unbinds it where that process ends, and who comes next binds it:
-    nobody votes. While this process has no role it pushes by itself.
+    nobody votes. While this process has no role it pushes by itself. Where two lead, since one of them stood still when
+    the other came, the one at the later name follows the other.
 
     Args:
         names: of the socket: the same for all of the host. More than one, since a process that stands still keeps its
@@ -48,6 +52,7 @@ class HostRole:
         self._lock = threading.Lock()  # guards all below
         self._before = 0
         self._role: Leader | LeaderConnection | None = None
+        self._earlier: Sequence[str] = ()  # the names before the one at which this process leads
         self._newest: dict[int, int] = {}  # the newest round that was pushed to each server
         self._joining = False
         self._again = 0.0
@@ -69,37 +74,59 @@ class HostRole:
 
     def _role_now(self) -> Leader | LeaderConnection | None:
         """Returns this process's role; None while there is none, and then has a thread find one."""
-        if self._role is not None and not self._role.lost:
-            return self._role
-        self._before, self._role = self._summed(), None
+        if self._role is not None and self._role.lost:
+            self._before, self._role, self._earlier, self._again = self._summed(), None, (), 0.0
+        if self._role is None or self._earlier:
+            self._look()
+        return self._role
+
+    def _look(self) -> None:
         if not (self._joining or self._closed) and time.monotonic() >= self._again:
             self._joining = True
-            threading.Thread(target=self._begin, name="host joins", daemon=True).start()
-        return None
+            threading.Thread(target=self._begin, args=(self._earlier,), name="host joins", daemon=True).start()
 
-    def _begin(self) -> None:
+    def _begin(self, earlier: Sequence[str]) -> None:
+        """Finds a role; where this process leads already, one that follows who leads at an earlier name."""
+        role: Leader | LeaderConnection | None = None
         try:
-            role = self._join()
+            role, earlier = (self._follow(earlier), earlier) if earlier else self._join()
         except Exception as error:
-            role = None
             log.info("local reduction is not available: %s", error)
         with self._lock:
-            self._joining, closed = False, self._closed
-            self._again = time.monotonic() + AGAIN_SECONDS if role is None else 0.0
-            self._role = None if closed else role
-            newest = dict(self._newest)
+            self._joining, closed, newest = False, self._closed, dict(self._newest)
+            before = None if role is None else self._role
+            if role is not None:
+                self._before, self._role = self._summed(), None if closed else role
+                self._earlier = earlier if isinstance(role, Leader) else ()
+            self._again = time.monotonic() + (EARLIER_SECONDS if self._earlier else AGAIN_SECONDS)
         if role is None:
             return
+        if before is not None:
+            before.close()
         if closed:
             role.close()
         for server, round in newest.items():
             role.decline(server, round)  # nobody waits for what this process pushed before it had this role
 
-    def _join(self) -> Leader | LeaderConnection | None:
+    def _follow(self, names: Sequence[str]) -> LeaderConnection | None:
+        """Follows who leads at one of some names."""
+        for name in names:
+            sock = host_socket()
+            try:
+                sock.connect(name)
+                return LeaderConnection(sock, self._session, self._silence)
+            except (LinkLost, OSError):
+                sock.close()
+        return None
+
+    def _join(self) -> tuple[Leader | LeaderConnection | None, Sequence[str]]:
         """Follows who leads, or leads; None where neither works.
 
         Who leads, and stands still, keeps its name: the others go on with the next one. Who has just left gives it
         back, and all look for it again.
+
+        Returns:
+            The role, and the names before the one at which this process leads.
         """
         for left in reversed(range(ATTEMPTS)):
             free, ended = "", False
@@ -107,7 +134,7 @@ class HostRole:
                 sock = host_socket()
                 try:
                     sock.connect(name)
-                    return LeaderConnection(sock, self._session, self._silence)
+                    return LeaderConnection(sock, self._session, self._silence), ()
                 except ConnectionRefusedError:
                     free = free or name
                 except (LinkLost, OSError) as error:
@@ -117,8 +144,8 @@ class HostRole:
             if not free:
                 break
             if not (ended and left) and (leader := self._lead(free)) is not None:
-                return leader
-        return None
+                return leader, self._names[: self._names.index(free)]
+        return None, ()
 
     def _summed(self) -> int:
         return self._before + (self._role.summed if isinstance(self._role, Leader) else 0)
