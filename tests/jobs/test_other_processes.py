@@ -53,11 +53,14 @@ class Job:
 
 @pytest.fixture
 def job(in_tmp_path):
-    gc.collect()  # servers that earlier tests ran in this process: a fork that collects a gRPC server hangs or crashes
+    # A fork that collects a gRPC server hangs or crashes: what earlier tests have left is gone, or is never collected.
+    gc.collect()
+    gc.freeze()
     with opened("embedded-1") as strategy:
         found = Job(strategy)
         found.step()
         yield found
+    gc.unfreeze()
 
 
 @contextmanager
