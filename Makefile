@@ -6,8 +6,6 @@ SHELL := /bin/bash -o pipefail
 
 # pip install, with a line for each package: neither silent for a minute nor two hundred lines.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# For packages of which most modules are never imported: those that are, are compiled then.
-SPARE := --no-compile
 PROGRESS := sed -unE 's/^(Collecting|Processing) (.*\/)?([A-Za-z0-9_.]+(-[A-Za-z_.][A-Za-z0-9_.]*)*).*/  \3/p; s/^Installing collected.*/  unpacking these packages .../p'
 
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
@@ -54,9 +52,10 @@ help:  ## what there is
 	@.venv/demo-local/bin/python -m pip --disable-pip-version-check --no-input install -e . $(TORCH) | $(PROGRESS)
 	@touch $@
 
+# Python compiles modules when they are imported, and most of these packages' modules never are: --no-compile.
 .venv/dev: .venv/made pyproject.toml
 	@echo "installing paramserver and its tools for development into .venv (one or two minutes):"
-	@$(PIP) install $(SPARE) -e '.[dev,examples]' | $(PROGRESS)
+	@$(PIP) install --no-compile -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
 # Four processes would each compile all tests at once.
@@ -66,7 +65,7 @@ help:  ## what there is
 
 .venv/frameworks: .venv/dev Makefile
 	@echo "installing PyTorch and JAX into .venv:"
-	@$(PIP) install $(SPARE) $(FRAMEWORKS) | $(PROGRESS)
+	@$(PIP) install --no-compile $(FRAMEWORKS) | $(PROGRESS)
 	@touch $@
 
 .venv/docs: .venv/made pyproject.toml

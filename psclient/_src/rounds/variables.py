@@ -121,8 +121,8 @@ class ServerVariables:
         if not new.on_read:
             return ServerVariable._stored(*owner, handle, self._reader)
         restored = self._creation.was_restored(handle.id)
-        # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Of asynchronous
-        # workers each adds to a sum, and goes on from a mean.
+        # A process that comes back to a running job begins anew: servers have an aggregate of the other workers. An
+        # asynchronous worker adds to a sum, and goes on from a mean.
         anew = self._group.late
         if self._group.alone and not none:
             anew = how is VariableAggregation.SUM and not restored

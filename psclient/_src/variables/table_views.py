@@ -87,7 +87,7 @@ class TableView(RowsByKeys):
 
     @property
     def _places(self) -> range:
-        """What its keys are in the table of the group."""
+        """The keys of the group's table that are this table's."""
         return range(self._base, self._base + _KEYS + 1)
 
     def _check(self, ids: Array, where: str) -> Int64s:
@@ -176,7 +176,7 @@ class StackedRows(RowReadable):
 
     @property
     def _places(self) -> range:
-        """What its rows are in the variable."""
+        """The rows of the variable that are this table's."""
         return range(self._first, self._first + len(self))
 
     def _check(self, ids: Array, where: str) -> Int64s:

@@ -519,7 +519,7 @@ def _never() -> Future[RoundReply]:
 
 
 def test_who_leads_since_another_stood_still_follows_it_in_the_end(request):
-    """Who comes meanwhile is welcomed by nobody, and leads. Then all are in one sum again."""
+    """A worker that comes meanwhile gets no answer, and leads. Later all are in one sum again."""
     server, job = Server(), f"{os.getpid()} {next(NUMBERS)}".encode()
     workers = [Worker(n, HostGroup(job, n, LONG, 1, server.push, _variable)) for n in (1, 2, 3)]
     for worker in workers:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from psclient._src.processes.aggregation.follower import LeaderConnection
 from psclient._src.processes.aggregation.leader import Leader
@@ -23,7 +24,7 @@ AGAIN_SECONDS = 0.25
 """Seconds until it looks again."""
 
 EARLIER_SECONDS = 2.0
-"""Seconds until one that leads at a later name looks whether an earlier one is answered."""
+"""Seconds until a process that leads at a later name tries the earlier names again."""
 
 Lead = Callable[[str], Leader | None]
 """Begins to lead at a name; None where another one was faster, or this process leads as much as it should."""
@@ -33,8 +34,8 @@ class HostRole:
     """This process's role among the workers of its host, for some of the servers. May be used by any thread.
 
     The one that has bound a socket leads. The system unbinds it where that process ends, and who comes next binds it:
-    nobody votes. While this process has no role it pushes by itself. Where two lead, since one of them stood still when
-    the other came, the one at the later name follows the other.
+    nobody votes. While this process has no role it pushes by itself. Two may lead: one stood still when the other came.
+    Then the process at the later name follows the other one.
 
     Args:
         names: of the socket: the same for all of the host. More than one, since a process that stands still keeps its
@@ -86,10 +87,10 @@ class HostRole:
             threading.Thread(target=self._begin, args=(self._earlier,), name="host joins", daemon=True).start()
 
     def _begin(self, earlier: Sequence[str]) -> None:
-        """Finds a role; where this process leads already, one that follows who leads at an earlier name."""
+        """Finds a role; a process that leads already follows a leader at an earlier name, if there is one."""
         role: Leader | LeaderConnection | None = None
         try:
-            role, earlier = (self._follow(earlier), earlier) if earlier else self._join()
+            role, earlier = (self._follow_earlier(earlier), ()) if earlier else self._join()
         except Exception as error:
             log.info("local reduction is not available: %s", error)
         with self._lock:
@@ -97,7 +98,7 @@ class HostRole:
             before = None if role is None else self._role
             if role is not None:
                 self._before, self._role = self._summed(), None if closed else role
-                self._earlier = earlier if isinstance(role, Leader) else ()
+                self._earlier = earlier
             self._again = time.monotonic() + (EARLIER_SECONDS if self._earlier else AGAIN_SECONDS)
         if role is None:
             return
@@ -108,15 +109,20 @@ class HostRole:
         for server, round in newest.items():
             role.decline(server, round)  # nobody waits for what this process pushed before it had this role
 
-    def _follow(self, names: Sequence[str]) -> LeaderConnection | None:
-        """Follows who leads at one of some names."""
+    def _follow(self, name: str) -> LeaderConnection:
+        """Follows the process that leads at a name; raises `LinkLost` or `OSError` where none does."""
+        sock = host_socket()
+        try:
+            sock.connect(name)
+            return LeaderConnection(sock, self._session, self._silence)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _follow_earlier(self, names: Sequence[str]) -> LeaderConnection | None:
         for name in names:
-            sock = host_socket()
-            try:
-                sock.connect(name)
-                return LeaderConnection(sock, self._session, self._silence)
-            except (LinkLost, OSError):
-                sock.close()
+            with suppress(LinkLost, OSError):
+                return self._follow(name)
         return None
 
     def _join(self) -> tuple[Leader | LeaderConnection | None, Sequence[str]]:
@@ -131,16 +137,13 @@ class HostRole:
         for left in reversed(range(ATTEMPTS)):
             free, ended = "", False
             for name in self._names:
-                sock = host_socket()
                 try:
-                    sock.connect(name)
-                    return LeaderConnection(sock, self._session, self._silence), ()
+                    return self._follow(name), ()
                 except ConnectionRefusedError:
                     free = free or name
                 except (LinkLost, OSError) as error:
                     log.info("a worker on this host cannot sum gradients: %s", error)
                     ended = ended or isinstance(error, Left)
-                sock.close()
             if not free:
                 break
             if not (ended and left) and (leader := self._lead(free)) is not None:
