@@ -44,7 +44,7 @@ class Content:
         said: dict[str, object] = {"objects": self.names(), "state": dict(self.state)}
         said |= {"delete": list(self.delete), "latest": self.latest}
         said |= {"base": self.base} if self.base else {}
-        return json.dumps(said, sort_keys=True)
+        return json.dumps(said, allow_nan=False)
 
 
 @dataclass(frozen=True)
