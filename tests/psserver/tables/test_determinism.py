@@ -217,6 +217,22 @@ def test_it_is_read_as_it_was(monkeypatch, name, changes):
     assert not job.table.state().equals(expected)
 
 
+def test_the_index_changes_between_two_reads_of_a_checkpoint(monkeypatch):
+    """Each change of it waits for the lock under which a checkpoint's thread reads counted keys."""
+    table = made(HELD["evicting"])
+    table.begin(1, np.arange(100))
+    table.commit()
+    contents, locked = table._contents, []
+    view = contents.freeze_counts()
+    for name in ("put", "remove"):
+        real = getattr(contents.index, name)
+        monkeypatch.setattr(contents.index, name, lambda *args, f=real: (locked.append(view.lock.locked()), f(*args)))
+    table.begin(2, np.arange(50, 150))
+    table.commit()
+    table.remove(3, np.arange(60))
+    assert set(locked) == {True}
+
+
 def test_a_round_sets_its_own_rows_aside_alone(monkeypatch):
     """Each once; none that was made since, none that is read already, and none of what is not to be read."""
     monkeypatch.setattr(frozen_tensors, "PIECE_BYTES", 20_000)
