@@ -26,8 +26,8 @@ export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 
 TOOLS := .venv/tools/bin/python
 
 .PHONY: help demo demo-recommender demo-embeddings demo-local test test-ci test-all test-frameworks test-ray test-chart \
-  check check-types check-docs check-style check-generated check-framework-types check-framework-docs docs docs-reference \
-  proto lock dist sbom dist-check bench soak clean
+  check check-types check-docs check-style check-generated check-framework-types check-framework-docs \
+  check-framework-tests docs docs-reference proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -58,7 +58,7 @@ help:  ## what there is
 	@$(PIP) install --no-compile -e '.[dev,examples]' | $(PROGRESS)
 	@touch $@ .venv/demo
 
-# Four processes would each compile all tests at once.
+# Six processes would each compile all tests at once.
 .venv/tests: .venv/dev
 	@$(BIN)/python -m pytest -q --collect-only | tail -n 2
 	@touch $@
@@ -92,16 +92,15 @@ demo-local: .venv/demo-local/made  ## trains a character transformer with local 
 	.venv/demo-local/bin/psworker --standalone --ps 2 --workers 2 examples/local_steps.py
 
 test: check .venv/tests  ## all checks and all tests that everybody runs
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10
+	$(BIN)/python -m pytest -q -n 6 --dist worksteal --durations=10
 
 test-ci: .venv/dev  ## what CI runs as well: tests that are dear, and other examples of all searches
-	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 --run ci -m 'ci or hypothesis'
+	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 6 --dist worksteal --durations=10 --run ci -m 'ci or hypothesis'
 
 test-all: test test-ci  ## what everybody runs, then what only CI does
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
-	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-framework-types check-framework-docs
-	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=5 tests/frameworks
+	@$(MAKE) --no-print-directory --keep-going --jobs=3 check-framework-types check-framework-docs check-framework-tests
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
 	@$(PIP) install $(RAY) | $(PROGRESS)
@@ -122,6 +121,9 @@ check-framework-types: .venv/frameworks
 
 check-framework-docs: .venv/frameworks
 	$(BIN)/python tools/check_docs.py --frameworks
+
+check-framework-tests: .venv/frameworks
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=5 tests/frameworks
 
 check-docs: .venv/dev
 	$(BIN)/python tools/check_docs.py
