@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psclient._src.arrays import nest
@@ -89,13 +89,14 @@ STAGES: dict[str, tuple[Callable[[ArrayDataset], ArrayDataset], Callable[[list[A
         False,
         True,
     ),
-    "shard batches": (lambda d: d.shard(2, 0), lambda x: x[::2], True, True),
+    "shard batches": (lambda d: d.shard(2, 1), lambda x: x[1::2], True, True),
     "repeat batches": (lambda d: d.repeat(3), lambda x: x * 3, True, True),
     "map batches": (lambda d: d.map(times_ten), lambda x: [[i * 10 for i in b] for b in x], True, True),
     "unbatch": (lambda d: d.unbatch(), lambda x: [i for b in x for i in b], True, False),
 }
 
 
+@example(count=6, names=["batch", "shard batches"])
 @given(count=st.integers(0, 11), names=st.lists(st.sampled_from(sorted(STAGES)), max_size=5))
 def test_any_chain_is_that_of_lists(count, names):
     """Whole, from any batch on, and any rows of a batch: what a position says is what comes."""
