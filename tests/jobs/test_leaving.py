@@ -59,12 +59,12 @@ def tell_to_end(job, *tasks):
 
 
 def test_a_worker_that_leaves_loses_no_example(tmp_path):
-    """It ends with code 0 after few steps; the others share what is left, and each example of a pass counts once.
+    """It ends with code 0 in that pass; the others share what is left, and each example of a pass counts once.
 
     Another process of its task is taken in as any other. When all leave the job is over with them: chief and servers,
     which are told as well and stay till then, end as after a script's end.
     """
-    args = (60, 6, 1000, [[0, 3, "go"], [1, 2, "again"], [2, 3, "end"]])
+    args = (240, 6, 1000, [[0, 3, "go"], [1, 2, "again"], [2, 3, "end"]])
     with ProcessCluster(visit, tmp_path, args, gates=["go", "again", "end"], **KEYS) as job:
         for task in ALL:
             job.hear(task, "at")
@@ -72,7 +72,7 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path):
         began = time.monotonic()
         job.open("go")
         assert job.exited(W1) == 0
-        assert len(job.said(W1, "round")) < 10
+        assert len(job.said(W1, "round")) < 240 / 6
         for task in (W0, W2):
             job.hear(task, "at", [1, 2])
         assert time.monotonic() - began < SOON
