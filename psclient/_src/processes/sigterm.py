@@ -56,6 +56,7 @@ class Notice:
         self._ordinary = False
         self._installed = False
         self._at_once = False
+        self._held = threading.local()  # the signals that the forking thread held before
 
     @property
     def leaving(self) -> bool:
@@ -137,7 +138,7 @@ class Notice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A fork, before it calls `_forget`: what is raised now would be lost in a callback of others.
+            # A fork, whose script has a handler of its own that calls this one.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self._left:
@@ -154,14 +155,22 @@ class Notice:
             raise SystemExit(128 + number)
         os.kill(os.getpid(), number)
 
+    def _hold(self) -> None:
+        """Before a fork: Python drops what comes before its first line, and its parent waits for its end."""
+        self._held.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.before)
+
     def _forget(self) -> None:
         """In a fork of the process, which has no part in the job: signals end it where it is, as they do by default.
 
-        Those who have made the fork wait for its end, and it may be where no handler of Python's is ever called.
+        It may be where no handler of Python's is ever called.
         """
         for number, own in ((signal.SIGTERM, self._handle), (signal.SIGHUP, self._hang_up)):
             if signal.getsignal(number) == own:
                 signal.signal(number, signal.SIG_DFL)
+        self._release()
 
     def _count_down(self) -> None:
         log.warning(
@@ -184,4 +193,4 @@ class Notice:
 NOTICE = Notice()
 """The notice of this process."""
 
-os.register_at_fork(after_in_child=NOTICE._forget)
+os.register_at_fork(before=NOTICE._hold, after_in_parent=NOTICE._release, after_in_child=NOTICE._forget)

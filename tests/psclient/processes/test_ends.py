@@ -282,9 +282,10 @@ MINE = "signal.signal(signal.SIGTERM, lambda *_: (say('mine'), sys.exit(3)))\n"
 TRAIN = "def train():\n    while not NOTICE.leaving: time.sleep(0.01)\n    NOTICE.leave()\n"
 THREAD = "threading.Thread(target=train).start()\nsay('ready')\nsleep()"
 FORK = (
-    "child = os.fork()\nif not child: sleep()\ntime.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
-    "say(os.waitpid(child, 0)[1])"
+    "codes = set()\nfor wait in 0.2, *[0] * 20:\n    child = os.fork()\n    if not child: sleep()\n"
+    "    time.sleep(wait)\n    os.kill(child, signal.SIGTERM)\n    codes.add(os.waitpid(child, 0)[1])\nsay(*codes)"
 )
+CALLS = "own = signal.getsignal(signal.SIGTERM)\nsignal.signal(signal.SIGTERM, lambda *told: own(*told))\n"
 TERM, HUP = signal.SIGTERM, signal.SIGHUP
 
 ENDS: dict[str, tuple[str, list[int], int, list[str]]] = {
@@ -302,6 +303,7 @@ ENDS: dict[str, tuple[str, list[int], int, list[str]]] = {
     "another thread ends the process where it comes to a step": (PART + TRAIN + THREAD, [TERM], 0, []),
     "a fork of the process has no part in the job": (PART + FORK, [], 0, [str(int(TERM))]),
     "nor has one under psworker, where an exit might be lost": (INSTALL + PART + FORK, [], 0, [str(int(TERM))]),
+    "nor one whose handler calls that of the process": (PART + CALLS + FORK, [], 0, [str(int(TERM))]),
     "who only waits leaves at once": (f"{PART}with NOTICE.anywhere():\n    say('ready')\n    sleep()", [TERM], 0, []),
     "if it was told before, too": (f"{PART}{STEPS}with NOTICE.anywhere():\n    say('in')", [TERM], 0, []),
 }
