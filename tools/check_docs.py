@@ -32,7 +32,7 @@ from psserver.cli import command as psserver
 from pstesting import forks
 
 ROOT = Path(__file__).resolve().parent.parent
-RUN_SECONDS = 120
+RUN_SECONDS = 300
 _FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#\s]*)(?:#(?P<anchor>[^)\s]+))?\)")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
