@@ -156,7 +156,7 @@ class Notice:
         os.kill(os.getpid(), number)
 
     def _hold(self) -> None:
-        """Before a fork: Python drops what comes before its first line, and its parent waits for its end."""
+        """Holds signals back before a fork, which would lose those that come before its first line."""
         self._held.before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
 
     def _release(self) -> None:
@@ -165,7 +165,7 @@ class Notice:
     def _forget(self) -> None:
         """In a fork of the process, which has no part in the job: signals end it where it is, as they do by default.
 
-        It may be where no handler of Python's is ever called.
+        The fork may be in code where no handler of Python's is ever called.
         """
         for number, own in ((signal.SIGTERM, self._handle), (signal.SIGHUP, self._hang_up)):
             if signal.getsignal(number) == own:
